@@ -1,0 +1,41 @@
+"""Mixed precision for PyTorch Lightning that never loses a run to numerics.
+
+Names are imported when they are first used: ``lightning_amp_plus.engine`` and all below it are plain torch, and must
+not cost the seconds that ``import lightning`` takes.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_amp_plus.callbacks.monitor import AMPMonitor as AMPMonitor
+    from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
+    from lightning_amp_plus.loss_scale import DynamicLossScaler as DynamicLossScaler
+    from lightning_amp_plus.loss_scale import LossScale as LossScale
+    from lightning_amp_plus.precision import AdaptiveMixedPrecision as AdaptiveMixedPrecision
+    from lightning_amp_plus.report import StepCounters as StepCounters
+    from lightning_amp_plus.report import StepReport as StepReport
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "AMPMonitor": "callbacks.monitor",
+    "AdaptiveMixedPrecision": "precision",
+    "DynamicLossScaler": "loss_scale",
+    "LossScale": "loss_scale",
+    "NonFiniteStepError": "engine",
+    "StepCounters": "report",
+    "StepReport": "report",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}.")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

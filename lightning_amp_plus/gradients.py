@@ -1,0 +1,160 @@
+"""Gradients of every dtype and layout: scale, check, measure and clip them in as few passes as possible.
+
+A pass over the gradients is what an optimizer step costs beside the update itself, so each function here is one pass
+(``torch._foreach_*``) and says whether it reads the device: only :func:`all_finite` does.
+
+``collect`` turns whatever hangs on ``.grad`` into dense real tensors that share its memory, so that nothing below it
+needs to know of complex or sparse gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_CLIP_EPS = 1e-6
+"""What ``torch.nn.utils.clip_grad_norm_`` adds to the norm before it divides by it."""
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of every group of ``optimizer``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of ``parameters`` as dense real tensors that share their memory.
+
+    A sparse gradient is coalesced in place first: only then are its values those of the gradient.
+    """
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            gradient = parameter.grad = gradient.coalesce()
+            gradient = gradient._values()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        gradients.append(gradient)
+    return gradients
+
+
+@torch.no_grad()
+def multiply_(gradients: list[Tensor], factor: float) -> None:
+    """Multiply in place by a number on the host. One pass, no device read."""
+    for group in _groups(gradients):
+        torch._foreach_mul_(group, factor)
+
+
+def rescale_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients of ``parameters``, those with a graph (``create_graph=True``) out of place."""
+    plain = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            with torch.enable_grad():
+                parameter.grad = parameter.grad * factor
+        else:
+            plain.append(parameter)
+    multiply_(collect(plain), factor)
+
+
+@torch.no_grad()
+def unscale_(gradients: list[Tensor], inverse_scale: float) -> Tensor:
+    """Multiply in place and find out whether every element is finite. One pass, no device read.
+
+    Returns:
+        A float32 scalar on the device of the first gradient: 0 if every element is finite, else -inf.
+
+    """
+    flags = []
+    for group in _groups(gradients):
+        device = group[0].device
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        # torch's own kernel: the one that GradScaler.unscale_ runs.
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            group, found_inf, torch.full((), inverse_scale, dtype=torch.float32, device=device)
+        )
+        flags.append(found_inf)
+    if not flags:
+        return torch.zeros(())
+    found_inf = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+    return torch.log1p(-found_inf)
+
+
+@torch.no_grad()
+def total_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the 2-norm of all gradients as one vector. One reading pass, no device read.
+
+    It is not finite if an element is not, but also where the square of a finite norm exceeds the dtype.
+
+    Args:
+        gradients: What :func:`collect` returned.
+        dtype: What to sum in. By default float64 for float64 gradients and float32 for all others, since a norm summed
+            in bfloat16 has 8 bits.
+
+    Returns:
+        A scalar on the device of the first gradient.
+
+    """
+    if not gradients:
+        return torch.zeros(())
+    norms: list[Tensor] = []
+    for group in _groups(gradients):
+        wide = dtype or (torch.float64 if group[0].dtype is torch.float64 else torch.float32)
+        if group[0].dtype is wide:
+            norms += torch._foreach_norm(group)
+        else:
+            norms += [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in group]
+    norms = [_whole(norm) for norm in norms]
+    if any(norm.dtype is not norms[0].dtype or norm.device != norms[0].device for norm in norms):
+        widest = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
+        norms = [norm.to(norms[0].device, widest) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def all_finite(gradients: list[Tensor]) -> bool:
+    """Tell whether every element is finite. One pass, and one device read."""
+    return bool(unscale_(gradients, 1.0).isfinite())
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return what the gradients are to be multiplied by so that ``norm`` does not exceed ``max_norm``; at most 1."""
+    return min(1.0, max_norm / (norm + _CLIP_EPS))
+
+
+@torch.no_grad()
+def clip_norm_(gradients: list[Tensor], max_norm: float) -> None:
+    """Clip in place by norm, as ``torch.nn.utils.clip_grad_norm_``. Two passes, no device read."""
+    if gradients:
+        norm = total_norm(gradients)
+        coefficient = (max_norm / (norm + _CLIP_EPS)).clamp(max=1.0)
+        for group in _groups(gradients):
+            torch._foreach_mul_(group, coefficient.to(group[0].device))
+
+
+@torch.no_grad()
+def clip_value_(gradients: list[Tensor], max_value: float) -> None:
+    """Clamp every element in place to ``[-max_value, max_value]``. No device read."""
+    for group in _groups(gradients):
+        torch._foreach_clamp_min_(group, -max_value)
+        torch._foreach_clamp_max_(group, max_value)
+
+
+def _groups(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Split by kind, device and dtype, which a foreach kernel wants to be uniform; nearly always it is one group."""
+    if not gradients:
+        return []
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((type(gradient), gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return the norm over all ranks where ``norm`` is that of a sharded gradient (DTensor), else ``norm`` itself."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,0 +1,73 @@
+"""What a step did, in a form that can be kept, compared and logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["16-mixed", "bf16-mixed", "32-true"]
+Outcome = Literal["applied", "skipped"]
+Place = Literal["loss", "gradients", "hook"]
+
+_WINDOW = 100
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step.
+
+    Attributes:
+        step: How many optimizer steps the fit had made before this one, skipped ones included.
+        optimizer: The position of the optimizer in ``trainer.optimizers``.
+        precision: What the step ran in.
+        scale: The loss scale its gradients were made with; 1 without loss scaling.
+        attempts: Forward and backward passes over the window that it took.
+        outcome: ``"applied"`` or ``"skipped"``.
+        non_finite: Where the inf or NaN of a skipped step was seen: in the loss, in the gradients that backward left,
+            or in what a hook or a clipping of the user's made of finite gradients. ``None`` for an applied step.
+        grad_norm: The 2-norm of the true gradients before clipping, where it was needed for clipping or asked for by
+            ``AdaptiveMixedPrecision.request_grad_norm``; else ``None``.
+        clipped: Whether clipping by norm made the gradients smaller; ``None`` where the plugin did not clip by norm.
+
+    """
+
+    step: int
+    optimizer: int
+    precision: Precision
+    scale: float
+    attempts: int
+    outcome: Outcome
+    non_finite: Place | None = None
+    grad_norm: float | None = None
+    clipped: bool | None = None
+
+
+@dataclass(frozen=True)
+class StepCounters:
+    """How the steps of a run ended. In manual optimization every call of an optimizer's ``step`` counts.
+
+    Attributes:
+        applied_steps: Steps that changed the weights.
+        skipped_steps: Steps that did not, because the loss or a gradient was not finite.
+        recent: The last 100 steps, one bit each, the newest lowest: 1 if the step met an inf or NaN.
+
+    """
+
+    applied_steps: int = 0
+    skipped_steps: int = 0
+    recent: int = 0
+
+    @property
+    def overflow_rate(self) -> float:
+        """The share of the last 100 steps that met an inf or NaN, between 0 and 1."""
+        steps = min(self.applied_steps + self.skipped_steps, _WINDOW)
+        return self.recent.bit_count() / steps if steps else 0.0
+
+    def after(self, outcome: Outcome) -> StepCounters:
+        """Return the counters one step later."""
+        skipped = outcome == "skipped"
+        return StepCounters(
+            self.applied_steps + (not skipped),
+            self.skipped_steps + skipped,
+            (self.recent << 1 | skipped) & ((1 << _WINDOW) - 1),
+        )
