@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_amp_plus.callbacks.monitor import AMPMonitor as AMPMonitor
     from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
-    from lightning_amp_plus.loss_scale import DynamicLossScaler as DynamicLossScaler
+    from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
     from lightning_amp_plus.loss_scale import LossScale as LossScale
     from lightning_amp_plus.precision import AdaptiveMixedPrecision as AdaptiveMixedPrecision
     from lightning_amp_plus.report import StepCounters as StepCounters
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "AMPMonitor": "callbacks.monitor",
     "AdaptiveMixedPrecision": "precision",
-    "DynamicLossScaler": "loss_scale",
+    "DynamicLossScaler": "grad_scaler",
     "LossScale": "loss_scale",
     "NonFiniteStepError": "engine",
     "StepCounters": "report",

@@ -46,9 +46,9 @@ def looks_at_gradients(trainer: pl.Trainer) -> bool:
         or any(
             overrides(callback, pl.Callback, hook)
             for callback in _callbacks(trainer)
-            if not type(callback).__module__.startswith(_NO_USER_CODE)
+            if hook in vars(callback) or not type(callback).__module__.startswith(_NO_USER_CODE)
         )
-        for hook in ("on_train_batch_start", "on_train_batch_end")
+        for hook in ("on_before_backward", "on_train_batch_start", "on_train_batch_end")
     )
 
 
@@ -66,6 +66,12 @@ def call_before_optimizer_step(trainer: pl.Trainer, optimizer: Optimizer) -> Non
 def call_after_closure(plugin: MixedPrecision, module: pl.LightningModule, optimizer: Optimizer) -> None:
     """Call ``on_before_optimizer_step``, then ``configure_gradient_clipping``: what stock does between the two."""
     plugin._after_closure(module, optimizer)
+
+
+def forget_logged(trainer: pl.Trainer, hook: str, key: str) -> None:
+    """Withdraw a value that was logged from ``hook``: until the epoch ends the Trainer logs it again at every step."""
+    if trainer._results is not None:
+        trainer._results.pop(f"{hook}.{key}", None)
 
 
 def logs_this_step(trainer: pl.Trainer) -> bool:

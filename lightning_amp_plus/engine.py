@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_plus import gradients, optimizers
-from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, DynamicLossScaler, LossScale, scale_loss
+from lightning_amp_plus.grad_scaler import DynamicLossScaler
+from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, LossScale, scale_loss
 from lightning_amp_plus.report import Outcome, Place, Precision, StepCounters, StepReport
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,27 @@ class Clipping:
 
     threshold: float
     algorithm: Literal["norm", "value"] = "norm"
+
+
+@dataclass
+class _Pending:
+    """What is known of the gradients that an optimizer has collected since its last step."""
+
+    scale: float
+    """The largest scale that they were made with."""
+    evidence: Tensor | None = None
+    """A scalar that is finite if the gradients were, as each backward left them, before user code could touch them."""
+
+
+@dataclass(frozen=True)
+class _Also:
+    """What is looked at along with the gradients as they are."""
+
+    loss: Tensor | None
+    loss_counts: bool
+    """Whether an inf or NaN in the loss alone is an overflow: where the engine owns the loop."""
+    evidence: Tensor | None
+    """See :class:`_Pending`."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +119,10 @@ class StepEngine:
         self.norm_requested = False
         self.held_scale = 1.0
         self.skipped_in_a_row: dict[int, int] = {}
-        self._made_at: dict[int, float] = {}  # per optimizer: the scale of the first backward since its last step
-        self._loss: Tensor | None = None  # the sum of the losses since the last step: finite only if all are
+        self._pending: dict[int, _Pending] = {}  # per optimizer
+        self._holders: Sequence[Optimizer] = ()  # whose gradients are at ``held_scale`` in mid-window
+        self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
+        self._loss: Tensor | None = None  # finite if all losses since the last step are
         self._loss_is_old = False
         self._iteration_is_clean: bool | None = None  # None: no step yet whose gradients were scaled
         self._said: set[str] = set()
@@ -129,35 +153,56 @@ class StepEngine:
             others: Parameters of no optimizer whose gradients are to be kept true as well.
 
         """
-        self._remember(loss.detach())
+        fresh = [not _has_gradients(optimizer) for optimizer in among]
+        self._remember(loss.detach(), alone=all(fresh))
         if self.scaler is None:
             yield loss
             return
+        self.scaler.begin_backward(loss)
         scale = self.scaler.get_scale()
         if loss.dtype is torch.float16:
             scale = min(scale, FLOAT16_LOSS_MAX_SCALE)
-        # A parameter that is frozen now gets no gradient in this backward: what it holds stays as it is.
-        reached = [p for optimizer in among for p in gradients.parameters_of(optimizer) if p.requires_grad]
-        if len(among) > 1 or others:
-            reached = list({id(p): p for p in (*reached, *others)}.values())
-        self._hold_at(scale, reached)
-        for index in range(len(among)):
-            self._made_at.setdefault(index, scale)
+        self._hold_at(scale, among, others, frozen_too=not keep_true)
+        for index, is_fresh in enumerate(fresh):
+            if is_fresh or index not in self._pending:
+                self._pending[index] = _Pending(scale)
+            self._pending[index].scale = max(self._pending[index].scale, scale)
+        self._blamed = False
         try:
             yield scale_loss(loss, scale)
         finally:
             if keep_true:
-                self._hold_at(1.0, reached)
+                self._hold_at(1.0, among, others, frozen_too=False)
+            else:
+                self._holders = among
 
-    def _hold_at(self, scale: float, parameters: list[Tensor]) -> None:
-        if scale != self.held_scale:
-            gradients.rescale_(parameters, scale / self.held_scale)
-            self.held_scale = scale
+    def release(self) -> None:
+        """Leave true gradients behind, also where a window was not finished."""
+        self._hold_at(1.0, self._holders, (), frozen_too=True)
+        self._holders = ()
 
-    def _remember(self, loss: Tensor) -> None:
+    def _hold_at(self, scale: float, among: Sequence[Optimizer], others: Iterable[Tensor], *, frozen_too: bool) -> None:
+        """Bring all gradients to ``scale``, and remember what of them is not finite.
+
+        A parameter that is frozen gets nothing from the backward between two such calls: it may stay as it is.
+        """
+        if scale == self.held_scale:
+            return
+        factor, self.held_scale = scale / self.held_scale, scale
+        seen: set[int] = set()  # a parameter may belong to two optimizers
+        for index, parameters in enumerate([*map(gradients.parameters_of, among), list(others)]):
+            mine = [p for p in parameters if (frozen_too or p.requires_grad) and id(p) not in seen]
+            seen.update(map(id, mine))
+            evidence = gradients.rescale_(mine, factor)
+            if scale == 1 and (pending := self._pending.get(index)) is not None:
+                pending.evidence = evidence if pending.evidence is None else pending.evidence + evidence
+
+    def _remember(self, loss: Tensor, *, alone: bool) -> None:
         loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         loss = loss.sum() if loss.ndim else loss
-        self._loss = loss if self._loss is None or self._loss_is_old else self._loss + loss.to(self._loss.device)
+        if self._loss is not None and not (alone or self._loss_is_old):
+            loss = self._loss * 0 + loss.to(self._loss.device)
+        self._loss = loss
         self._loss_is_old = False
 
     # Step -------------------------------------------------------------------------------------------------------------
@@ -199,8 +244,10 @@ class StepEngine:
         if use == "required" and self.scaler is not None:
             raise optimizers.refusal(optimizer)
         output = closure()
-        made_at = self._made_at.pop(index, None)
-        verdict = self._finish_gradients(optimizer, automatic, hooks, clipping)
+        pending = self._pending.pop(index, None)
+        made_at = None if pending is None else pending.scale
+        self.loss_scaler.begin_step(optimizer, counted=made_at is not None)
+        verdict = self._finish_gradients(optimizer, self._also(pending, automatic), hooks, clipping)
         if verdict.non_finite is None:
             if use != "none":
                 again = partial(self._evaluate_again, optimizer, rerun or closure)
@@ -210,9 +257,11 @@ class StepEngine:
             for parameter in gradients.parameters_of(optimizer):
                 parameter.grad = None
             self.held_scale = 1.0
-        self._conclude(index, verdict, made_at)
+        report = self._conclude(index, verdict, made_at)
         if automatic:
             self.end_iteration()
+        if report.outcome == "skipped":
+            self._answer_skip(report, made_at)
         return output
 
     def end_iteration(self) -> None:
@@ -232,64 +281,80 @@ class StepEngine:
         )
         return rerun()
 
+    def _also(self, pending: _Pending | None, automatic: bool) -> _Also:
+        # A hook or a clipping may have replaced an inf that backward left. It is an overflow all the same, as long as a
+        # lower scale may help; where none can, the gradients are what the user made of them, as in fp32.
+        evidence = pending.evidence if pending is not None and self._may_help(pending.scale) else None
+        loss = None if automatic and self._loss_is_old else self._loss
+        return _Also(loss, automatic, evidence)
+
     def _finish_gradients(
-        self, optimizer: Optimizer, automatic: bool, hooks: Callable[[], None] | None, clipping: Clipping | None
+        self, optimizer: Optimizer, also: _Also, hooks: Callable[[], None] | None, clipping: Clipping | None
     ) -> _Verdict:
         """Check the gradients and make them what the optimizer is to see, in as few passes as possible."""
+        wants_norm, self.norm_requested = self.norm_requested, False
         if hooks is None:
-            return self._check_and_clip(optimizer, automatic, clipping)
-        grads = gradients.collect(gradients.parameters_of(optimizer))
-        _, bad = self._read(self._unscale(grads), automatic)
-        if bad is not None:
-            return _Verdict(bad)
+            return self._check_and_clip(optimizer, also, clipping, wants_norm)
+        shown = self._check_and_clip(optimizer, also, None, wants_norm)
+        if shown.non_finite is not None:
+            return shown
+        if shown.divisor != 1:
+            gradients.multiply_(gradients.collect(gradients.parameters_of(optimizer)), 1 / shown.divisor)
         hooks()
-        verdict = self._check_and_clip(optimizer, automatic, clipping)
-        return verdict if verdict.non_finite is None else _Verdict("hook")
+        verdict = self._check_and_clip(optimizer, also, clipping, False)
+        if verdict.non_finite is not None:
+            return _Verdict("hook")
+        return replace(verdict, norm=shown.norm if wants_norm else verdict.norm)
 
-    def _check_and_clip(self, optimizer: Optimizer, automatic: bool, clipping: Clipping | None) -> _Verdict:
+    def _check_and_clip(
+        self, optimizer: Optimizer, also: _Also, clipping: Clipping | None, wants_norm: bool
+    ) -> _Verdict:
         grads = gradients.collect(gradients.parameters_of(optimizer))
-        by_norm = clipping is not None and clipping.algorithm == "norm"
-        by_value = clipping is not None and not by_norm
-        in_kernel = self.held_scale != 1 and not by_value and optimizers.divides_in_kernel(optimizer, grads)
+        max_norm = clipping.threshold if clipping is not None and clipping.algorithm == "norm" else None
+        max_value = clipping.threshold if clipping is not None and max_norm is None else None
+        in_kernel = self.held_scale != 1 and max_value is None and optimizers.divides_in_kernel(optimizer, grads)
         norm: float | None = None
-        if self.norm_requested or by_norm or in_kernel or self.held_scale == 1:
-            norm, bad = self._read(gradients.total_norm(grads), automatic)
-            if bad == "gradients":  # or finite gradients whose squares are not: look at each element
-                _, bad = self._read(self._unscale(grads), automatic)
-                norm = None if bad else float(gradients.total_norm(grads, torch.float64))
+        # A norm only reads. So it is the cheaper check wherever the unscaling that the other does is not needed.
+        if wants_norm or max_norm is not None or in_kernel or self.held_scale == 1:
+            norm, bad = self._check_by_norm(grads, also)
         else:
-            _, bad = self._read(self._unscale(grads), automatic)
-        self.norm_requested = False
+            _, bad = self._read(self._unscale(grads), also)
         if bad is not None:
             return _Verdict(bad)
 
-        true_norm = None if norm is None else norm / self.held_scale
-        coefficient = 1.0
-        if clipping is not None and true_norm is not None and by_norm:
-            coefficient = gradients.clip_coefficient(true_norm, clipping.threshold)
-        factor, self.held_scale = coefficient / self.held_scale, 1.0
+        clipped, factor = None, 1 / self.held_scale
+        if max_norm is not None and norm is not None:
+            coefficient = gradients.clip_coefficient(norm, max_norm, gradients.norm_dtype(grads))
+            clipped, factor = coefficient < 1, factor * coefficient
+        self.held_scale = 1.0
         in_kernel = in_kernel and factor > optimizers.SMALLEST_FACTOR
         if factor != 1 and not in_kernel:
             gradients.multiply_(grads, factor)
-        if clipping is not None and by_value:
-            gradients.clip_value_(grads, clipping.threshold)
-        return _Verdict(None, true_norm, coefficient < 1 if by_norm else None, 1 / factor if in_kernel else 1.0)
+        if max_value is not None:
+            gradients.clip_value_(grads, max_value)
+        return _Verdict(None, norm, clipped, 1 / factor if in_kernel else 1.0)
+
+    def _check_by_norm(self, grads: list[Tensor], also: _Also) -> tuple[float, Place | None]:
+        """Return the norm of the true gradients, and what is not finite."""
+        norm, bad = self._read(gradients.total_norm(grads), also)
+        if bad is not None:  # or the gradients are finite and only their squares are not: look at each element
+            _, bad = self._read(self._unscale(grads), also)
+            norm = float(gradients.total_norm(grads, torch.float64)) if bad is None else norm
+        return norm / self.held_scale, bad
 
     def _unscale(self, grads: list[Tensor]) -> Tensor:
         inverse, self.held_scale = 1 / self.held_scale, 1.0
         return gradients.unscale_(grads, inverse)
 
-    def _read(self, evidence: Tensor, automatic: bool) -> tuple[float, Place | None]:
-        """Read ``evidence`` and the loss in one transfer; all ranks get the same answer to what is not finite.
+    def _read(self, evidence: Tensor, also: _Also) -> tuple[float, Place | None]:
+        """Read ``evidence``, finite if the gradients are, and what else there is, in one transfer.
 
-        The ranks exchange flags of 0 and 1 and never the numbers, since a maximum may drop a NaN.
-
-        Args:
-            evidence: A scalar that is finite if the gradients are.
-            automatic: Whether the loss is the engine's: then its inf or NaN alone is an overflow.
-
+        All ranks get the same answer to what is not finite. They exchange flags of 0 and 1 and never the numbers, since
+        a maximum may drop a NaN.
         """
-        loss = torch.zeros_like(evidence) if self._loss is None else self._loss.to(evidence.device)
+        if also.evidence is not None:
+            evidence = evidence + also.evidence.to(evidence.device)
+        loss = torch.zeros_like(evidence) if also.loss is None else also.loss.to(evidence.device)
         dtype = torch.promote_types(evidence.dtype, loss.dtype)
         numbers = torch.stack([evidence.to(dtype), loss.to(dtype)])
         if self.agree is None:
@@ -298,15 +363,15 @@ class StepEngine:
         else:
             flags = self.agree((~numbers.isfinite()).float())
             value, _, bad_gradients, bad_loss = torch.cat([numbers, flags.to(numbers)]).tolist()
-        if not (bad_gradients or (bad_loss and automatic)):
+        if not (bad_gradients or (bad_loss and also.loss_counts)):
             return value, None
         return value, "loss" if bad_loss else "gradients"
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 
-    def _conclude(self, index: int, verdict: _Verdict, made_at: float | None) -> None:
+    def _conclude(self, index: int, verdict: _Verdict, made_at: float | None) -> StepReport:
         outcome: Outcome = "applied" if verdict.non_finite is None else "skipped"
-        self.last_step = StepReport(
+        self.last_step = report = StepReport(
             step=self.counters.applied_steps + self.counters.skipped_steps,
             optimizer=index,
             precision=self.precision,
@@ -319,13 +384,13 @@ class StepEngine:
         )
         self.counters = self.counters.after(outcome)
         self._loss_is_old = True
-        if outcome == "applied":
-            self.skipped_in_a_row[index] = 0
-            if self._iteration_is_clean is None and made_at is not None:
-                self._iteration_is_clean = True
-        else:
+        if outcome == "skipped":
             self._iteration_is_clean = False
-            self._answer_skip(self.last_step, made_at)
+            return report
+        self.skipped_in_a_row[index] = 0
+        if self._iteration_is_clean is None and made_at is not None:
+            self._iteration_is_clean = True
+        return report
 
     def _answer_skip(self, report: StepReport, made_at: float | None) -> None:
         """Lower the scale if it may be to blame; otherwise count, and stop after ``max_skipped``."""
@@ -357,18 +422,25 @@ class StepEngine:
         )
 
     def _lower_scale(self, made_at: float) -> bool:
-        """Lower the scale once for all gradients that were made with it; tell whether a lower one is to be tried."""
-        scaler = self.loss_scaler
-        before = scaler.state
-        if made_at > before.scale:  # lowered since: another optimizer failed on the same backward
-            return True
-        scaler.record(overflow=True, at=made_at)
-        return scaler.state.scale < min(before.scale, made_at) or scaler.state.overflows > before.overflows
+        """Lower the scale, once for all gradients that were made with it; tell whether a lower one is to be tried."""
+        if made_at <= self.loss_scaler.state.scale and not self._blamed:
+            self.loss_scaler.record(overflow=True, at=made_at)
+            self._blamed = True
+        return self._may_help(made_at)
+
+    def _may_help(self, scale: float) -> bool:
+        """Tell whether a scale below ``scale`` can be had."""
+        rules = self.loss_scaler.loss_scale
+        return rules.dynamic and scale > rules.min_scale
 
     def _say(self, kind: str, level: int, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             self.notify(level, text)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in gradients.parameters_of(optimizer))
 
 
 _WHAT: dict[Place, str] = {

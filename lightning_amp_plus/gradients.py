@@ -9,6 +9,7 @@ needs to know of complex or sparse gradients.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,8 @@ def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
             gradient = parameter.grad = gradient.coalesce()
             gradient = gradient._values()
         if gradient.is_complex():
+            if gradient.is_conj():  # as autograd may leave it: a real view needs the values themselves
+                gradient = parameter.grad = gradient.resolve_conj()
             gradient = torch.view_as_real(gradient)
         gradients.append(gradient)
     return gradients
@@ -51,8 +54,13 @@ def multiply_(gradients: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(group, factor)
 
 
-def rescale_(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply the gradients of ``parameters``, those with a graph (``create_graph=True``) out of place."""
+def rescale_(parameters: Iterable[Tensor], factor: float) -> Tensor:
+    """Multiply the gradients of ``parameters``, those with a graph (``create_graph=True``) out of place.
+
+    Returns:
+        What :func:`unscale_` returns for those without a graph.
+
+    """
     plain = []
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.requires_grad:
@@ -60,7 +68,7 @@ def rescale_(parameters: Iterable[Tensor], factor: float) -> None:
                 parameter.grad = parameter.grad * factor
         else:
             plain.append(parameter)
-    multiply_(collect(plain), factor)
+    return unscale_(collect(plain), factor)
 
 
 @torch.no_grad()
@@ -94,8 +102,7 @@ def total_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Ten
 
     Args:
         gradients: What :func:`collect` returned.
-        dtype: What to sum in. By default float64 for float64 gradients and float32 for all others, since a norm summed
-            in bfloat16 has 8 bits.
+        dtype: What to sum in; :func:`norm_dtype` if ``None``, since a norm summed in bfloat16 has 8 bits.
 
     Returns:
         A scalar on the device of the first gradient.
@@ -103,18 +110,17 @@ def total_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Ten
     """
     if not gradients:
         return torch.zeros(())
-    norms: list[Tensor] = []
+    norms = []
     for group in _groups(gradients):
-        wide = dtype or (torch.float64 if group[0].dtype is torch.float64 else torch.float32)
+        wide = dtype or norm_dtype(group)
         if group[0].dtype is wide:
-            norms += torch._foreach_norm(group)
+            norms.append(torch.stack(torch._foreach_norm(group)))
         else:
-            norms += [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in group]
-    norms = [_whole(norm) for norm in norms]
-    if any(norm.dtype is not norms[0].dtype or norm.device != norms[0].device for norm in norms):
-        widest = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
-        norms = [norm.to(norms[0].device, widest) for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms))
+            norms.append(torch.stack([torch.linalg.vector_norm(gradient, dtype=wide) for gradient in group]))
+    if len(norms) == 1:
+        return _whole(torch.linalg.vector_norm(norms[0]))
+    widest = dtype or norm_dtype(gradients)
+    return torch.linalg.vector_norm(torch.cat([_whole(norm).to(gradients[0].device, widest) for norm in norms]))
 
 
 def all_finite(gradients: list[Tensor]) -> bool:
@@ -122,9 +128,24 @@ def all_finite(gradients: list[Tensor]) -> bool:
     return bool(unscale_(gradients, 1.0).isfinite())
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return what the gradients are to be multiplied by so that ``norm`` does not exceed ``max_norm``; at most 1."""
-    return min(1.0, max_norm / (norm + _CLIP_EPS))
+def norm_dtype(gradients: list[Tensor]) -> torch.dtype:
+    """Return what :func:`total_norm` sums in: float64 if a gradient is, else float32."""
+    return torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32
+
+
+def clip_coefficient(norm: float, max_norm: float, dtype: torch.dtype = torch.float32) -> float:
+    """Return what gradients are to be multiplied by so that their ``norm`` is ``max_norm`` at most; 1 or less.
+
+    Rounded at each step as torch rounds it in ``dtype``, so that a clipped update is bit for bit that of
+    ``clip_grad_norm_``; only a norm beyond float32, which makes it 0 there, is not rounded.
+    """
+    if dtype is torch.float64 or norm > torch.finfo(torch.float32).max:
+        return min(1.0, 1 / (norm + _CLIP_EPS) * max_norm)
+    return min(1.0, _float32(_float32(1 / _float32(norm + _CLIP_EPS)) * _float32(max_norm)))
+
+
+def _float32(value: float) -> float:
+    return ctypes.c_float(value).value
 
 
 @torch.no_grad()
@@ -156,5 +177,5 @@ def _groups(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """Return the norm over all ranks where ``norm`` is that of a sharded gradient (DTensor), else ``norm`` itself."""
+    """Return the norm over all ranks where ``norm`` is that of a sharded gradient (a DTensor), else ``norm`` itself."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

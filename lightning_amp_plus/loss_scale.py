@@ -1,22 +1,17 @@
-"""Dynamic loss scaling: a frozen configuration, a pure transition, and the ``GradScaler`` that carries the state.
+"""Dynamic loss scaling: a frozen configuration, and the pure transition from one step's state to the next.
 
 float16 gradients below 2^-24 vanish. Multiplying the loss by a large scale moves them into range, and the scale is
 found by trial: halve it when a gradient overflows, double it after a long time without (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018, section 3.2). The state lives on the host, since the outcome of a step is known there
-anyway: reading the scale costs no device synchronization.
+Precision Training", ICLR 2018, section 3.2).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-
-from lightning_amp_plus import gradients
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 """Scales whose reciprocal is a normal float32 number. Outside of them a finite gradient could become inf, or vanish."""
@@ -64,6 +59,8 @@ class LossScale:
             wanted = {"float": (int, float), "int": (int,), "bool": (bool,)}[str(field.type)]
             if not isinstance(value, wanted) or (field.type != "bool" and isinstance(value, bool)):
                 raise ValueError(f"LossScale({field.name}={value!r}): it must be of type {field.type}.")
+            if field.type == "float":  # YAML has 65536, numpy a float of its own, and torch no int of 2**70
+                object.__setattr__(self, field.name, math.inf if abs(value) >= 2**1000 else float(value))
         self._require(SMALLEST <= self.min_scale <= LARGEST, "min_scale", "between 2**-126 and 2**126")
         self._require(self.min_scale <= self.max_scale <= LARGEST, "max_scale", "between min_scale and 2**126")
         self._require(
@@ -101,13 +98,14 @@ class LossScaleState:
     overflows: int = 0
 
 
-def next_state(config: LossScale, state: LossScaleState, *, overflow: bool) -> LossScaleState:
+def next_state(config: LossScale, state: LossScaleState, *, overflow: bool, at: float | None = None) -> LossScaleState:
     """Return the state after one step; nothing else changes.
 
     Args:
         config: The rules.
         state: The state before the step.
         overflow: Whether the scaled gradients of the step held an inf or NaN.
+        at: The scale the gradients were made with, where it was below the present one.
 
     Example:
         >>> next_state(LossScale(), LossScaleState(scale=65536.0), overflow=True).scale
@@ -118,7 +116,8 @@ def next_state(config: LossScale, state: LossScaleState, *, overflow: bool) -> L
         return state
     if overflow:
         overflows = min(state.overflows + 1, config.hysteresis)
-        lowered = max(state.scale * config.backoff_factor, config.min_scale)
+        failed = state.scale if at is None else min(at, state.scale)
+        lowered = max(failed * config.backoff_factor, config.min_scale)
         return LossScaleState(lowered if overflows == config.hysteresis else state.scale, 0, overflows)
     if state.growth_tracker + 1 < config.growth_interval:
         return LossScaleState(state.scale, state.growth_tracker + 1)
@@ -128,134 +127,3 @@ def next_state(config: LossScale, state: LossScaleState, *, overflow: bool) -> L
 def scale_loss(loss: Tensor, scale: float) -> Tensor:
     """Return ``loss * scale`` in float32 at least, since a float16 product would overflow at 65504."""
     return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * scale
-
-
-class DynamicLossScaler(torch.amp.GradScaler):
-    """A :class:`torch.amp.GradScaler` with a floor, a ceiling and hysteresis, whose state is on the host.
-
-    The plugin drives it through :meth:`record`. Driven by hand, as torch documents ``GradScaler``, it works too:
-    ``scale``, ``unscale_``, ``step``, ``update``. Under the plugin ``unscale_`` is harmless, for the gradients of a
-    ``manual_backward`` are true already: it touches only what ``scale`` was called for by hand.
-
-    Args:
-        loss_scale: The rules; the default :class:`LossScale` if ``None``.
-
-    Example:
-        >>> scaler = DynamicLossScaler(LossScale(init_scale=8.0))
-        >>> scaler.record(overflow=True)
-        >>> scaler.get_scale()
-        4.0
-
-    """
-
-    def __init__(self, loss_scale: LossScale | None = None) -> None:
-        config = LossScale() if loss_scale is None else loss_scale
-        # "cpu" whatever the device: torch probes for CUDA otherwise, and no tensor of ours lives on a device.
-        super().__init__("cpu", config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
-        self.loss_scale = config
-        self.restart()
-
-    def restart(self) -> None:
-        """Go back to ``init_scale`` and forget all steps."""
-        self.state = LossScaleState(self.loss_scale.init_scale)
-        self._reset_hand_driven()
-
-    def record(self, *, overflow: bool, at: float | None = None) -> None:
-        """Move on by one step.
-
-        Args:
-            overflow: Whether the scaled gradients of the step held an inf or NaN.
-            at: The scale these gradients were made with, where it was below the present one.
-
-        """
-        state = self.state
-        if overflow and at is not None and at < state.scale and self.loss_scale.dynamic:
-            state = replace(state, scale=self.loss_scale.clamp(at))
-        self.state = next_state(self.loss_scale, state, overflow=overflow)
-
-    def get_scale(self) -> float:
-        """Return the present scale. It costs no device synchronization."""
-        return self.state.scale
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by when it grows; above 1."""
-        self.loss_scale = replace(self.loss_scale, growth_factor=new_factor)
-        super().set_growth_factor(new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after an overflow; between 0 and 1."""
-        self.loss_scale = replace(self.loss_scale, backoff_factor=new_factor)
-        super().set_backoff_factor(new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set how many clean steps in a row it takes to grow; at least 1."""
-        self.loss_scale = replace(self.loss_scale, growth_interval=new_interval)
-        super().set_growth_interval(new_interval)
-
-    def _get_growth_tracker(self) -> int:
-        return self.state.growth_tracker
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the five keys of :class:`torch.amp.GradScaler` and ``hysteresis``, as builtins."""
-        return {**super().state_dict(), "hysteresis": self.state.overflows}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over scale and counts, from torch's ``GradScaler`` too; the rules stay those of the constructor.
-
-        Raises:
-            ValueError: If the saved scale is not a positive finite number.
-
-        """
-        scale = float(state_dict["scale"])
-        if not 0 < scale < math.inf:
-            raise ValueError(f"The saved loss scale is {scale!r}: it must be positive and finite. Nothing was loaded.")
-        self.state = LossScaleState(
-            self.loss_scale.clamp(scale), int(state_dict["_growth_tracker"]), int(state_dict.get("hysteresis", 0))
-        )
-
-    # Driven by hand, without the plugin or beside it.
-
-    def _reset_hand_driven(self) -> None:
-        self._scaled_by: float | None = None
-        self._unscaled: set[int] = set()
-        self._overflows: list[bool] = []
-
-    def scale(self, outputs: Any) -> Any:
-        """Return ``outputs``, a tensor or an iterable of tensors, multiplied by the scale, in float32 at least."""
-        if isinstance(outputs, Tensor):
-            if self._scaled_by is None:
-                limit = FLOAT16_LOSS_MAX_SCALE if outputs.dtype is torch.float16 else LARGEST
-                self._scaled_by = min(self.get_scale(), limit)
-            return scale_loss(outputs, self._scaled_by)
-        if isinstance(outputs, Iterable):
-            scaled = (self.scale(output) for output in outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise ValueError(f"scale() takes a tensor or an iterable of tensors, but found {type(outputs).__name__}.")
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by what :meth:`scale` multiplied by; a second call does nothing."""
-        if self._scaled_by is None or id(optimizer) in self._unscaled:
-            return
-        gradients.multiply_(gradients.collect(gradients.parameters_of(optimizer)), 1 / self._scaled_by)
-        self._unscaled.add(id(optimizer))
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale if need be, and step if the gradients are finite; else return ``None``."""
-        self.unscale_(optimizer)
-        grads = gradients.collect(gradients.parameters_of(optimizer))
-        self._overflows.append(not gradients.all_finite(grads))
-        return None if self._overflows[-1] else optimizer.step(*args, **kwargs)
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale to the steps made through :meth:`step` since the last call, or set it to ``new_scale``."""
-        if new_scale is not None:
-            scale = float(new_scale)
-            if not self.loss_scale.min_scale <= scale <= self.loss_scale.max_scale:
-                raise ValueError(
-                    f"update(new_scale={scale!r}): it must be between min_scale={self.loss_scale.min_scale:g} and"
-                    f" max_scale={self.loss_scale.max_scale:g}. Widen the bounds in LossScale(...) if you need it."
-                )
-            self.state = LossScaleState(scale)
-        elif self._overflows:
-            self.record(overflow=any(self._overflows), at=self._scaled_by)
-        self._reset_hand_driven()

@@ -67,21 +67,30 @@ def _version(optimizer: Optimizer) -> int:
 
 
 def divides_in_kernel(optimizer: Optimizer, grads: list[Tensor]) -> bool:
-    """Tell whether the kernel of ``optimizer`` can divide the gradients, and nobody looks at them before it does."""
+    """Tell whether the kernel of ``optimizer`` can divide the gradients, and nobody looks at them before it does.
+
+    It divides by a float32 number, which is too coarse for float64 gradients.
+    """
     return (
         type(optimizer).__module__.startswith("torch.optim.")
         and getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
-        and all(type(gradient) is Tensor for gradient in grads)
+        and all(type(gradient) is Tensor and gradient.dtype is not torch.float64 for gradient in grads)
         and not (optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
     )
 
 
 def apply(optimizer: Optimizer, divisor: float, kwargs: dict[str, Any]) -> Any:
-    """Run ``optimizer.step(**kwargs)`` on the gradients divided by ``divisor``."""
+    """Run ``optimizer.step(**kwargs)`` on the gradients divided by ``divisor``, and outside of autocast.
+
+    In manual optimization the user calls it from within ``training_step``, where its products would be float16.
+    """
+    device = next((p.device for p in gradients.parameters_of(optimizer)), torch.device("cpu"))
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            return apply(optimizer, divisor, kwargs)
     if divisor == 1:
         return optimizer.step(**kwargs)
-    device = next(p.device for p in gradients.parameters_of(optimizer) if p.grad is not None)
     # The kernel of torch's fused optimizers divides by it, and writes the quotient back to ``.grad``.
     optimizer.grad_scale = torch.full((), divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
     try:

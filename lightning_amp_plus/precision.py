@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,7 +21,8 @@ from typing_extensions import override
 
 from lightning_amp_plus import _lightning, gradients
 from lightning_amp_plus.engine import Clipping, StepEngine
-from lightning_amp_plus.loss_scale import DynamicLossScaler, LossScale
+from lightning_amp_plus.grad_scaler import DynamicLossScaler
+from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.optimizers import require_scalable
 from lightning_amp_plus.report import Precision, StepCounters, StepReport
 
@@ -62,9 +64,14 @@ class AdaptiveMixedPrecision(MixedPrecision):
             raise ValueError(
                 f"AdaptiveMixedPrecision(precision={precision!r}): it must be one of {', '.join(get_args(Precision))}."
             )
-        if not isinstance(max_skipped, int) or max_skipped < 1:
+        if not isinstance(max_skipped, int) or isinstance(max_skipped, bool) or max_skipped < 1:
             raise ValueError(
                 f"AdaptiveMixedPrecision(max_skipped={max_skipped!r}): it must be an integer of at least 1."
+            )
+        if loss_scale is not None and not isinstance(loss_scale, LossScale):
+            raise TypeError(
+                f"AdaptiveMixedPrecision(loss_scale={loss_scale!r}): it must be a LossScale, such as"
+                f" LossScale(init_scale=2.0**12), or None for the default."
             )
         # Not MixedPrecision.__init__: it refuses "32-true" and makes a scaler that asks for CUDA.
         self.device = "cpu"  # until the strategy's is known
@@ -122,11 +129,12 @@ class AdaptiveMixedPrecision(MixedPrecision):
         if self.scaler is not None:
             require_scalable(optimizers, names)
         owned = {id(p) for optimizer in optimizers for p in gradients.parameters_of(optimizer)}
-        self._others = [p for p in names if id(p) not in owned and p.requires_grad]
+        self._others = [p for p in names if id(p) not in owned]
         return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def teardown(self) -> None:
+        self._engine.release()
         self._others = []
         self._engine.agree = None
         super().teardown()
@@ -154,8 +162,9 @@ class AdaptiveMixedPrecision(MixedPrecision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
         trainer = model.trainer
-        keep_true = not model.automatic_optimization or _lightning.looks_at_gradients(trainer)
-        others = self._others if keep_true else ()
+        others = [parameter for parameter in self._others if parameter.requires_grad]
+        # The step unscales what its optimizer owns. What it does not own, or the user may look at before, cannot wait.
+        keep_true = not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(trainer)
         with self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
@@ -188,7 +197,9 @@ class AdaptiveMixedPrecision(MixedPrecision):
         )
 
     def _evaluate_again(self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any]) -> Any:
-        output = closure()
+        # In manual optimization the closure relies on the autocast of training_step, which ends for optimizer.step().
+        with nullcontext() if model.automatic_optimization else self.forward_context():
+            output = closure()
         _lightning.call_after_closure(self, model, optimizer)
         return output
 
@@ -233,7 +244,8 @@ class AdaptiveMixedPrecision(MixedPrecision):
                 f"The checkpoint's precision state has version {state_dict['version']}, and this lightning_amp_plus"
                 f" reads up to {_STATE_VERSION}: update the package. Nothing was loaded."
             )
-        if "scale" in state_dict:
+        usable = 0 < state_dict.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
+        if usable or (self.scaler is not None and "scale" in state_dict):
             self._engine.loss_scaler.load_state_dict(state_dict)
         counters = dict(state_dict.get("counters", {}))
         self._engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))

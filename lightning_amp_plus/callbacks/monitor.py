@@ -48,6 +48,7 @@ class AMPMonitor(pl.Callback):
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
         self._seen: StepReport | None = None
+        self._skipped = 0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -61,18 +62,20 @@ class AMPMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.barebones and _lightning.logs_this_step(trainer):
+        if not trainer.barebones and (self._seen is None or _lightning.logs_this_step(trainer)):
             _plugin_of(trainer).request_grad_norm()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        report = _plugin_of(trainer).last_step
+        plugin = _plugin_of(trainer)
+        report = plugin.last_step
         if trainer.barebones or report is None or report is self._seen:
             return  # no optimizer step in this batch
         is_first, self._seen = self._seen is None, report
-        if is_first or report.outcome == "skipped" or _lightning.logs_this_step(trainer):
+        skipped, self._skipped = self._skipped, plugin.counters.skipped_steps
+        if is_first or self._skipped > skipped or _lightning.logs_this_step(trainer):
             self._log(trainer, pl_module, report, on_epoch=False)
 
     @override
@@ -81,11 +84,22 @@ class AMPMonitor(pl.Callback):
             self._log(trainer, pl_module, self._seen, on_epoch=True)
 
     def _log(self, trainer: pl.Trainer, module: pl.LightningModule, report: StepReport, *, on_epoch: bool) -> None:
-        for key, value in _metrics(_plugin_of(trainer), report).items():
+        metrics = _metrics(_plugin_of(trainer), report)
+        if "amp/grad_norm" not in metrics:
+            _lightning.forget_logged(trainer, "on_train_batch_end", "amp/grad_norm")
+        # All ranks have the same values. At an epoch's end Lightning advises to reduce them, so it is done.
+        sync = on_epoch and trainer.world_size > 1
+        for key, value in metrics.items():
             # In float64, which holds every count, and on the host, where it costs no copy to a device and back.
             number = torch.tensor(value, dtype=torch.float64)
-            show = self.prog_bar and key == "amp/loss_scale"
-            module.log(key, number, prog_bar=show, on_step=not on_epoch, on_epoch=on_epoch)
+            module.log(
+                key,
+                number.to(module.device, torch.float32) if sync else number,
+                prog_bar=self.prog_bar and key == "amp/loss_scale",
+                on_step=not on_epoch,
+                on_epoch=on_epoch,
+                sync_dist=sync,
+            )
 
 
 def _metrics(plugin: AdaptiveMixedPrecision, report: StepReport) -> dict[str, float]:
