@@ -5,9 +5,8 @@
     finite:      hooks; clip; optimizer.step(); the scale grows when due
     not finite:  clear the gradients; lower the scale if it is to blame; report
 
-What the gradients are multiplied by at any moment is one number, ``StepEngine.held_scale``. Everything else follows
-from it: a backward at another scale first brings what is pending to that scale, user code is shown gradients at 1, and
-the optimizer gets them at 1. Powers of two make all of it exact.
+User code and the optimizer see gradients that are multiplied by 1: ``held.py`` keeps the books. ``checks.py`` reads and
+agrees, ``gradients.py`` has the passes, ``optimizers.py`` what there is to know of optimizers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_plus import gradients, optimizers
+from lightning_amp_plus.checks import Agree, Evidence, Finding, read
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
+from lightning_amp_plus.held import HeldGradients, Pending, has_gradients
 from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, LossScale, scale_loss
 from lightning_amp_plus.report import Outcome, Place, Precision, StepCounters, StepReport
 
@@ -44,26 +45,9 @@ class Clipping:
     threshold: float
     algorithm: Literal["norm", "value"] = "norm"
 
-
-@dataclass
-class _Pending:
-    """What is known of the gradients that an optimizer has collected since its last step."""
-
-    scale: float
-    """The largest scale that they were made with."""
-    evidence: Tensor | None = None
-    """A scalar that is finite if the gradients were, as each backward left them, before user code could touch them."""
-
-
-@dataclass(frozen=True)
-class _Also:
-    """What is looked at along with the gradients as they are."""
-
-    loss: Tensor | None
-    loss_counts: bool
-    """Whether an inf or NaN in the loss alone is an overflow: where the engine owns the loop."""
-    evidence: Tensor | None
-    """See :class:`_Pending`."""
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise ValueError(f"Clipping(threshold={self.threshold!r}): it must be above 0.")
 
 
 @dataclass(frozen=True)
@@ -101,7 +85,7 @@ class StepEngine:
         precision: Precision,
         loss_scale: LossScale | None = None,
         max_skipped: int = 10,
-        agree: Callable[[Tensor], Tensor] | None = None,
+        agree: Agree | None = None,
         notify: Callable[[int, str], None] = _notify,
     ) -> None:
         self.precision = precision
@@ -116,16 +100,24 @@ class StepEngine:
         self.loss_scaler.restart()
         self.counters = StepCounters()
         self.last_step: StepReport | None = None
-        self.norm_requested = False
-        self.held_scale = 1.0
         self.skipped_in_a_row: dict[int, int] = {}
-        self._pending: dict[int, _Pending] = {}  # per optimizer
-        self._holders: Sequence[Optimizer] = ()  # whose gradients are at ``held_scale`` in mid-window
-        self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
+        self._said: set[str] = set()
+        self._norm_requested = False
+        self._held = HeldGradients()
+        self.release()
+
+    def release(self) -> None:
+        """Leave true gradients behind, also where a window was not finished, and hold no tensor."""
+        self._held.undo()
+        self._held.pending.clear()
         self._loss: Tensor | None = None  # finite if all losses since the last step are
         self._loss_is_old = False
+        self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
         self._iteration_is_clean: bool | None = None  # None: no step yet whose gradients were scaled
-        self._said: set[str] = set()
+
+    def request_grad_norm(self) -> None:
+        """Have the next step measure ``last_step.grad_norm``; on every rank, or on none."""
+        self._norm_requested = True
 
     @property
     def scaler(self) -> DynamicLossScaler | None:
@@ -153,8 +145,7 @@ class StepEngine:
             others: Parameters of no optimizer whose gradients are to be kept true as well.
 
         """
-        fresh = [not _has_gradients(optimizer) for optimizer in among]
-        self._remember(loss.detach(), alone=all(fresh))
+        self._remember(loss.detach(), alone=not any(map(has_gradients, among)))
         if self.scaler is None:
             yield loss
             return
@@ -162,43 +153,18 @@ class StepEngine:
         scale = self.scaler.get_scale()
         if loss.dtype is torch.float16:
             scale = min(scale, FLOAT16_LOSS_MAX_SCALE)
-        self._hold_at(scale, among, others, frozen_too=not keep_true)
-        for index, is_fresh in enumerate(fresh):
-            if is_fresh or index not in self._pending:
-                self._pending[index] = _Pending(scale)
-            self._pending[index].scale = max(self._pending[index].scale, scale)
+        self._held.begin(scale, among, others, keep_true=keep_true)
         self._blamed = False
         try:
             yield scale_loss(loss, scale)
-        finally:
-            if keep_true:
-                self._hold_at(1.0, among, others, frozen_too=False)
-            else:
-                self._holders = among
-
-    def release(self) -> None:
-        """Leave true gradients behind, also where a window was not finished."""
-        self._hold_at(1.0, self._holders, (), frozen_too=True)
-        self._holders = ()
-
-    def _hold_at(self, scale: float, among: Sequence[Optimizer], others: Iterable[Tensor], *, frozen_too: bool) -> None:
-        """Bring all gradients to ``scale``, and remember what of them is not finite.
-
-        A parameter that is frozen gets nothing from the backward between two such calls: it may stay as it is.
-        """
-        if scale == self.held_scale:
-            return
-        factor, self.held_scale = scale / self.held_scale, scale
-        seen: set[int] = set()  # a parameter may belong to two optimizers
-        for index, parameters in enumerate([*map(gradients.parameters_of, among), list(others)]):
-            mine = [p for p in parameters if (frozen_too or p.requires_grad) and id(p) not in seen]
-            seen.update(map(id, mine))
-            evidence = gradients.rescale_(mine, factor)
-            if scale == 1 and (pending := self._pending.get(index)) is not None:
-                pending.evidence = evidence if pending.evidence is None else pending.evidence + evidence
+        except BaseException:
+            self._held.undo()
+            raise
+        if keep_true:
+            self._held.settle()
 
     def _remember(self, loss: Tensor, *, alone: bool) -> None:
-        loss = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        loss = gradients.whole(loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss)
         loss = loss.sum() if loss.ndim else loss
         if self._loss is not None and not (alone or self._loss_is_old):
             loss = self._loss * 0 + loss.to(self._loss.device)
@@ -244,19 +210,20 @@ class StepEngine:
         if use == "required" and self.scaler is not None:
             raise optimizers.refusal(optimizer)
         output = closure()
-        pending = self._pending.pop(index, None)
+        pending = self._held.pending.pop(index, None)
         made_at = None if pending is None else pending.scale
         self.loss_scaler.begin_step(optimizer, counted=made_at is not None)
-        verdict = self._finish_gradients(optimizer, self._also(pending, automatic), hooks, clipping)
+        verdict = self._check_show_clip(optimizer, self._evidence(pending, automatic), hooks, clipping)
         if verdict.non_finite is None:
             if use != "none":
                 again = partial(self._evaluate_again, optimizer, rerun or closure)
                 kwargs["closure"] = optimizers.replay(optimizer, output, again)
-            output = optimizers.apply(optimizer, verdict.divisor, kwargs)
+            result = optimizers.apply(optimizer, verdict.divisor, kwargs)
+            output = output if result is None else result
         elif automatic:
             for parameter in gradients.parameters_of(optimizer):
                 parameter.grad = None
-            self.held_scale = 1.0
+        self._held.stepped()
         report = self._conclude(index, verdict, made_at)
         if automatic:
             self.end_iteration()
@@ -281,91 +248,74 @@ class StepEngine:
         )
         return rerun()
 
-    def _also(self, pending: _Pending | None, automatic: bool) -> _Also:
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def _evidence(self, pending: Pending | None, automatic: bool) -> Evidence:
         # A hook or a clipping may have replaced an inf that backward left. It is an overflow all the same, as long as a
         # lower scale may help; where none can, the gradients are what the user made of them, as in fp32.
-        evidence = pending.evidence if pending is not None and self._may_help(pending.scale) else None
-        loss = None if automatic and self._loss_is_old else self._loss
-        return _Also(loss, automatic, evidence)
+        return Evidence(
+            loss=None if automatic and self._loss_is_old else self._loss,
+            loss_counts=automatic,
+            backward=None if pending is None else pending.evidence,
+            backward_counts=pending is not None and self._may_help(pending.scale),
+        )
 
-    def _finish_gradients(
-        self, optimizer: Optimizer, also: _Also, hooks: Callable[[], None] | None, clipping: Clipping | None
+    def _check_show_clip(
+        self, optimizer: Optimizer, evidence: Evidence, hooks: Callable[[], None] | None, clipping: Clipping | None
     ) -> _Verdict:
-        """Check the gradients and make them what the optimizer is to see, in as few passes as possible."""
-        wants_norm, self.norm_requested = self.norm_requested, False
-        if hooks is None:
-            return self._check_and_clip(optimizer, also, clipping, wants_norm)
-        shown = self._check_and_clip(optimizer, also, None, wants_norm)
-        if shown.non_finite is not None:
-            return shown
-        if shown.divisor != 1:
-            gradients.multiply_(gradients.collect(gradients.parameters_of(optimizer)), 1 / shown.divisor)
-        hooks()
-        verdict = self._check_and_clip(optimizer, also, clipping, False)
-        if verdict.non_finite is not None:
-            return _Verdict("hook")
-        return replace(verdict, norm=shown.norm if wants_norm else verdict.norm)
-
-    def _check_and_clip(
-        self, optimizer: Optimizer, also: _Also, clipping: Clipping | None, wants_norm: bool
-    ) -> _Verdict:
-        grads = gradients.collect(gradients.parameters_of(optimizer))
+        """Check the gradients, show them to the user's hooks, and make them what the optimizer is to see."""
         max_norm = clipping.threshold if clipping is not None and clipping.algorithm == "norm" else None
         max_value = clipping.threshold if clipping is not None and max_norm is None else None
-        in_kernel = self.held_scale != 1 and max_value is None and optimizers.divides_in_kernel(optimizer, grads)
-        norm: float | None = None
-        # A norm only reads. So it is the cheaper check wherever the unscaling that the other does is not needed.
-        if wants_norm or max_norm is not None or in_kernel or self.held_scale == 1:
-            norm, bad = self._check_by_norm(grads, also)
-        else:
-            _, bad = self._read(self._unscale(grads), also)
-        if bad is not None:
-            return _Verdict(bad)
+        wants_norm, self._norm_requested = self._norm_requested, False
 
-        clipped, factor = None, 1 / self.held_scale
-        if max_norm is not None and norm is not None:
-            coefficient = gradients.clip_coefficient(norm, max_norm, gradients.norm_dtype(grads))
+        grads = gradients.collect(gradients.parameters_of(optimizer))
+        in_kernel = hooks is None and max_value is None and self._held.scale != 1
+        in_kernel = in_kernel and optimizers.divides_in_kernel(optimizer, grads)
+        found = self._check(
+            grads, evidence, by_norm=wants_norm or in_kernel or max_norm is not None, again=hooks is not None
+        )
+        if found.non_finite is not None:
+            return _Verdict(found.non_finite)
+        shown_norm = found.value
+        if found.again:
+            self._unscale(grads)
+            if hooks is not None:
+                hooks()
+            grads = gradients.collect(gradients.parameters_of(optimizer))
+            found = self._check(grads, evidence, by_norm=True)
+            if found.non_finite is not None:
+                return _Verdict("hook")
+
+        clipped, factor = None, 1 / self._held.scale
+        if max_norm is not None:
+            coefficient = gradients.clip_coefficient(found.value, max_norm, gradients.norm_dtype(grads))
             clipped, factor = coefficient < 1, factor * coefficient
-        self.held_scale = 1.0
         in_kernel = in_kernel and factor > optimizers.SMALLEST_FACTOR
         if factor != 1 and not in_kernel:
             gradients.multiply_(grads, factor)
         if max_value is not None:
             gradients.clip_value_(grads, max_value)
-        return _Verdict(None, norm, clipped, 1 / factor if in_kernel else 1.0)
+        norm = shown_norm if wants_norm or clipping is None else found.value
+        return _Verdict(None, None if math.isnan(norm) else norm, clipped, 1 / factor if in_kernel else 1.0)
 
-    def _check_by_norm(self, grads: list[Tensor], also: _Also) -> tuple[float, Place | None]:
-        """Return the norm of the true gradients, and what is not finite."""
-        norm, bad = self._read(gradients.total_norm(grads), also)
-        if bad is not None:  # or the gradients are finite and only their squares are not: look at each element
-            _, bad = self._read(self._unscale(grads), also)
-            norm = float(gradients.total_norm(grads, torch.float64)) if bad is None else norm
-        return norm / self.held_scale, bad
+    def _check(self, grads: list[Tensor], evidence: Evidence, *, by_norm: bool, again: bool = False) -> Finding:
+        """Find out what is not finite; the value found is the norm of the true gradients, or NaN if not measured.
+
+        A norm only reads. So it is the cheaper check wherever the unscaling that the other does is not needed.
+        """
+        by_norm = by_norm or self._held.scale == 1
+        measured = gradients.total_norm(grads) if by_norm else self._unscale(grads)
+        found = read(measured, evidence, self.agree, again=again)
+        norm = found.value / self._held.scale if by_norm else math.nan
+        # Finite gradients may have squares that are not: look at each element. All ranks do, whatever they measured.
+        if found.non_finite is not None and (by_norm or self.agree is not None):
+            found = read(self._unscale(grads), evidence, self.agree, again=again)
+            norm = float(gradients.total_norm(grads, torch.float64)) if found.non_finite is None else math.nan
+        return replace(found, value=norm)
 
     def _unscale(self, grads: list[Tensor]) -> Tensor:
-        inverse, self.held_scale = 1 / self.held_scale, 1.0
+        inverse, self._held.scale = 1 / self._held.scale, 1.0
         return gradients.unscale_(grads, inverse)
-
-    def _read(self, evidence: Tensor, also: _Also) -> tuple[float, Place | None]:
-        """Read ``evidence``, finite if the gradients are, and what else there is, in one transfer.
-
-        All ranks get the same answer to what is not finite. They exchange flags of 0 and 1 and never the numbers, since
-        a maximum may drop a NaN.
-        """
-        if also.evidence is not None:
-            evidence = evidence + also.evidence.to(evidence.device)
-        loss = torch.zeros_like(evidence) if also.loss is None else also.loss.to(evidence.device)
-        dtype = torch.promote_types(evidence.dtype, loss.dtype)
-        numbers = torch.stack([evidence.to(dtype), loss.to(dtype)])
-        if self.agree is None:
-            value, loss_value = numbers.tolist()
-            bad_gradients, bad_loss = not math.isfinite(value), not math.isfinite(loss_value)
-        else:
-            flags = self.agree((~numbers.isfinite()).float())
-            value, _, bad_gradients, bad_loss = torch.cat([numbers, flags.to(numbers)]).tolist()
-        if not (bad_gradients or (bad_loss and also.loss_counts)):
-            return value, None
-        return value, "loss" if bad_loss else "gradients"
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 
@@ -437,10 +387,6 @@ class StepEngine:
         if kind not in self._said:
             self._said.add(kind)
             self.notify(level, text)
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for parameter in gradients.parameters_of(optimizer))
 
 
 _WHAT: dict[Place, str] = {

@@ -65,7 +65,6 @@ class DynamicLossScaler(torch.amp.GradScaler):
 
         """
         self.state = next_state(self.loss_scale, self.state, overflow=overflow, at=at)
-        self._reset_hand_driven()
 
     def get_scale(self) -> float:
         """Return what :meth:`scale` multiplies by. It costs no device synchronization."""
@@ -159,7 +158,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         key = id(optimizer.param_groups)  # the same for an optimizer and Lightning's wrapper of it
         if self._scaled_by is None or key in self._unscaled:
             return
-        self._unscaled[key] = gradients.rescale_(gradients.parameters_of(optimizer), 1 / self._scaled_by)
+        self._unscaled[key] = gradients.rescale_and_check_(gradients.parameters_of(optimizer), 1 / self._scaled_by)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if need be, and step if the gradients are finite; else return ``None``.

@@ -1,7 +1,7 @@
 """Gradients of every dtype and layout: scale, check, measure and clip them in as few passes as possible.
 
 A pass over the gradients is what an optimizer step costs beside the update itself, so each function here is one pass
-(``torch._foreach_*``) and says whether it reads the device: only :func:`all_finite` does.
+(``torch._foreach_*``). None reads the device: what they find is a scalar there.
 
 ``collect`` turns whatever hangs on ``.grad`` into dense real tensors that share its memory, so that nothing below it
 needs to know of complex or sparse gradients.
@@ -10,28 +10,40 @@ needs to know of complex or sparse gradients.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 _CLIP_EPS = 1e-6
 """What ``torch.nn.utils.clip_grad_norm_`` adds to the norm before it divides by it."""
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of every group of ``optimizer``."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+class Gradients(list[Tensor]):
+    """What :func:`collect` returns. It is split into groups for the kernels once, however many use it."""
+
+    @cached_property
+    def groups(self) -> list[list[Tensor]]:
+        """The gradients by kind, device and dtype, which a foreach kernel wants to be uniform; nearly always one."""
+        return _split(self)
 
 
-def collect(parameters: Iterable[Tensor]) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of every group of ``optimizer``."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def collect(parameters: Iterable[Tensor]) -> Gradients:
     """Return the gradients of ``parameters`` as dense real tensors that share their memory.
 
     A sparse gradient is coalesced in place first: only then are its values those of the gradient.
     """
-    gradients = []
+    gradients = Gradients()
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -54,21 +66,24 @@ def multiply_(gradients: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(group, factor)
 
 
-def rescale_(parameters: Iterable[Tensor], factor: float) -> Tensor:
-    """Multiply the gradients of ``parameters``, those with a graph (``create_graph=True``) out of place.
+def rescale_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply the gradients of ``parameters``, those with a graph (``create_graph=True``) out of place."""
+    multiply_(collect(_without_graph(parameters, factor)), factor)
 
-    Returns:
-        What :func:`unscale_` returns for those without a graph.
 
-    """
-    plain = []
+def rescale_and_check_(parameters: Iterable[Tensor], factor: float) -> Tensor:
+    """Do as :func:`rescale_`, and return what :func:`unscale_` returns for the gradients without a graph."""
+    return unscale_(collect(_without_graph(parameters, factor)), factor)
+
+
+def _without_graph(parameters: Iterable[Tensor], factor: float) -> Iterator[Tensor]:
+    """Yield the parameters whose gradients may be changed in place, and multiply those of the others."""
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.requires_grad:
+        if parameter.grad is None or not parameter.grad.requires_grad:
+            yield parameter
+        else:
             with torch.enable_grad():
                 parameter.grad = parameter.grad * factor
-        else:
-            plain.append(parameter)
-    return unscale_(collect(plain), factor)
 
 
 @torch.no_grad()
@@ -112,25 +127,17 @@ def total_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Ten
         return torch.zeros(())
     norms = []
     for group in _groups(gradients):
-        wide = dtype or norm_dtype(group)
-        if group[0].dtype is wide:
-            norms.append(torch.stack(torch._foreach_norm(group)))
-        else:
-            norms.append(torch.stack([torch.linalg.vector_norm(gradient, dtype=wide) for gradient in group]))
+        wide = dtype or (torch.float64 if group[0].dtype is torch.float64 else torch.float32)
+        norms.append(torch.stack(torch._foreach_norm(group, 2, dtype=wide)))
     if len(norms) == 1:
-        return _whole(torch.linalg.vector_norm(norms[0]))
+        return whole(torch.linalg.vector_norm(norms[0]))
     widest = dtype or norm_dtype(gradients)
-    return torch.linalg.vector_norm(torch.cat([_whole(norm).to(gradients[0].device, widest) for norm in norms]))
-
-
-def all_finite(gradients: list[Tensor]) -> bool:
-    """Tell whether every element is finite. One pass, and one device read."""
-    return bool(unscale_(gradients, 1.0).isfinite())
+    return torch.linalg.vector_norm(torch.cat([whole(norm).to(gradients[0].device, widest) for norm in norms]))
 
 
 def norm_dtype(gradients: list[Tensor]) -> torch.dtype:
     """Return what :func:`total_norm` sums in: float64 if a gradient is, else float32."""
-    return torch.float64 if any(gradient.dtype is torch.float64 for gradient in gradients) else torch.float32
+    return torch.float64 if any(group[0].dtype is torch.float64 for group in _groups(gradients)) else torch.float32
 
 
 def clip_coefficient(norm: float, max_norm: float, dtype: torch.dtype = torch.float32) -> float:
@@ -166,16 +173,25 @@ def clip_value_(gradients: list[Tensor], max_value: float) -> None:
         torch._foreach_clamp_max_(group, max_value)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return the tensor over all ranks where ``tensor`` is sharded (a DTensor), else ``tensor`` itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def _groups(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Split by kind, device and dtype, which a foreach kernel wants to be uniform; nearly always it is one group."""
+    return gradients.groups if isinstance(gradients, Gradients) else _split(gradients)
+
+
+def _split(gradients: list[Tensor]) -> list[list[Tensor]]:
     if not gradients:
         return []
-    groups: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((type(gradient), gradient.device, gradient.dtype), []).append(gradient)
-    return list(groups.values())
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """Return the norm over all ranks where ``norm`` is that of a sharded gradient (a DTensor), else ``norm`` itself."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    kinds: dict[Any, list[Tensor]] = {}
+    if all(type(gradient) is Tensor for gradient in gradients):
+        kinds[Tensor] = gradients
+    else:  # a kernel takes no DTensors of two meshes, nor DTensors with others
+        for gradient in gradients:
+            kinds.setdefault((type(gradient), getattr(gradient, "device_mesh", None)), []).append(gradient)
+    groups: list[list[Tensor]] = []
+    for kind in kinds.values():  # by torch's own grouping for foreach kernels, which clip_grad_norm_ uses
+        groups += [group for (group,), _ in _group_tensors_by_device_and_dtype([kind]).values()]  # type: ignore[list-item, misc]
+    return groups

@@ -19,9 +19,11 @@ SMALLEST_FACTOR = 2.0**-100
 
 
 def use_of_closure(optimizer: type[Optimizer]) -> Literal["none", "optional", "required"]:
-    """Tell what ``optimizer.step`` does with a closure, by its signature."""
+    """Tell what ``optimizer.step`` does with a closure, by its signature; torch's own only call it first, but LBFGS."""
     if issubclass(optimizer, LBFGS):
         return "required"
+    if optimizer.__module__.startswith("torch.optim."):
+        return "none"
     return _use_by_signature(optimizer.step)
 
 
@@ -66,16 +68,20 @@ def _version(optimizer: Optimizer) -> int:
     return sum(parameter._version for parameter in gradients.parameters_of(optimizer))
 
 
-def divides_in_kernel(optimizer: Optimizer, grads: list[Tensor]) -> bool:
+def _divides(gradient: Tensor) -> bool:
+    return gradient.dtype is not torch.float64 and gradient.device.type in ("cpu", "cuda")
+
+
+def divides_in_kernel(optimizer: Optimizer, grads: gradients.Gradients) -> bool:
     """Tell whether the kernel of ``optimizer`` can divide the gradients, and nobody looks at them before it does.
 
-    It divides by a float32 number, which is too coarse for float64 gradients.
+    It divides by a float32 number, too coarse for float64 gradients. On other devices it may not divide at all.
     """
     return (
         type(optimizer).__module__.startswith("torch.optim.")
         and getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
-        and all(type(gradient) is Tensor and gradient.dtype is not torch.float64 for gradient in grads)
+        and all(type(group[0]) is Tensor and _divides(group[0]) for group in grads.groups)
         and not (optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
     )
 
@@ -85,7 +91,8 @@ def apply(optimizer: Optimizer, divisor: float, kwargs: dict[str, Any]) -> Any:
 
     In manual optimization the user calls it from within ``training_step``, where its products would be float16.
     """
-    device = next((p.device for p in gradients.parameters_of(optimizer)), torch.device("cpu"))
+    first = next(gradients.parameters_of(optimizer), None)
+    device = torch.device("cpu") if first is None else first.device
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return apply(optimizer, divisor, kwargs)

@@ -105,8 +105,11 @@ class AdaptiveMixedPrecision(MixedPrecision):
         return self.last_step is not None and self.last_step.outcome == "skipped"
 
     def request_grad_norm(self) -> None:
-        """Ask for ``last_step.grad_norm`` of the next step. It costs one reading pass where nothing is clipped."""
-        self._engine.norm_requested = True
+        """Ask for ``last_step.grad_norm`` of the next step, on every rank or on none.
+
+        It costs one reading pass in float16 where nothing is clipped, and nothing elsewhere.
+        """
+        self._engine.request_grad_norm()
 
     # Set-up -----------------------------------------------------------------------------------------------------------
 
@@ -115,8 +118,9 @@ class AdaptiveMixedPrecision(MixedPrecision):
         # The first hook that gets the LightningModule, in evaluation too, and before a strategy wraps it.
         trainer = _lightning.trainer_of(module)
         if trainer is not None:
-            self.device = trainer.strategy.root_device.type
-            self._engine.agree = partial(_largest_of_all_ranks, trainer.strategy) if trainer.world_size > 1 else None
+            device = trainer.strategy.root_device
+            self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
+            self.device = device.type
             if trainer.state.fn == TrainerFn.FITTING:
                 if not self._is_new:
                     self._engine.restart()
@@ -182,9 +186,9 @@ class AdaptiveMixedPrecision(MixedPrecision):
         else:
             if _lightning.someone_overrides(trainer, "on_before_optimizer_step"):
                 hooks = partial(_lightning.call_before_optimizer_step, trainer, optimizer)
-            if model.automatic_optimization and trainer.gradient_clip_val:
-                by_value = trainer.gradient_clip_algorithm == "value"
-                clipping = Clipping(float(trainer.gradient_clip_val), "value" if by_value else "norm")
+            threshold = float(trainer.gradient_clip_val or 0)
+            if model.automatic_optimization and threshold > 0:  # stock takes what is below for no clipping
+                clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
         return self._engine.step(
             optimizer,
             closure,
@@ -254,8 +258,9 @@ class AdaptiveMixedPrecision(MixedPrecision):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # So that a user can go back to stock, which raises on an empty state.
-        stock = torch.amp.GradScaler.state_dict(self._engine.loss_scaler)
-        checkpoint[MixedPrecision.__qualname__] = stock
+        state = self._engine.loss_scaler.state_dict()
+        del state["hysteresis"]  # which stock does not know
+        checkpoint[MixedPrecision.__qualname__] = state
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -270,8 +275,11 @@ def _clips_by_itself(model: pl.LightningModule) -> bool:
     )
 
 
-def _largest_of_all_ranks(strategy: Any, flags: Tensor) -> Tensor:
-    return strategy.reduce(flags.to(strategy.root_device), reduce_op="max")
+def _largest_of_all_ranks(device: torch.device, flags: Tensor) -> Tensor:
+    # Not strategy.reduce, which waits for the device in a barrier first.
+    flags = flags.to(device)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+    return flags
 
 
 def _notify(level: int, text: str) -> None:

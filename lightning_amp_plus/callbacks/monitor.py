@@ -87,18 +87,17 @@ class AMPMonitor(pl.Callback):
         metrics = _metrics(_plugin_of(trainer), report)
         if "amp/grad_norm" not in metrics:
             _lightning.forget_logged(trainer, "on_train_batch_end", "amp/grad_norm")
-        # All ranks have the same values. At an epoch's end Lightning advises to reduce them, so it is done.
-        sync = on_epoch and trainer.world_size > 1
         for key, value in metrics.items():
-            # In float64, which holds every count, and on the host, where it costs no copy to a device and back.
-            number = torch.tensor(value, dtype=torch.float64)
             module.log(
                 key,
-                number.to(module.device, torch.float32) if sync else number,
+                # In float64, which holds every count, and on the host, where it costs no copy to a device and back.
+                torch.tensor(value, dtype=torch.float64),
                 prog_bar=self.prog_bar and key == "amp/loss_scale",
                 on_step=not on_epoch,
                 on_epoch=on_epoch,
-                sync_dist=sync,
+                # All ranks have the same values. Together the two mean: no reduction, and no advice to ask for one.
+                sync_dist=True,
+                rank_zero_only=True,
             )
 
 

@@ -1,0 +1,84 @@
+"""Whether gradients and loss are finite: read in one transfer, and answered alike on all ranks.
+
+What is read are scalars that are finite if, and nearly only if, what they stand for is: a norm, the flag of a kernel,
+a loss. Ranks exchange flags of 0 and 1 and never the numbers, since a maximum may drop a NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_amp_plus.report import Place
+
+Agree = Callable[[Tensor], Tensor]
+"""Reduces a small float32 tensor over all ranks by its maximum."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is looked at along with the gradients as they are.
+
+    Attributes:
+        loss: A scalar that is finite if all losses are; ``None`` if there were none.
+        loss_counts: Whether an inf or NaN in the loss alone is an overflow.
+        backward: A scalar that is finite if the gradients were as backward left them; ``None`` if that is not known.
+        backward_counts: Whether an inf or NaN that was there alone, and was replaced since, is an overflow.
+
+    """
+
+    loss: Tensor | None
+    loss_counts: bool
+    backward: Tensor | None
+    backward_counts: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was read.
+
+    Attributes:
+        value: The number that stands for the gradients.
+        non_finite: What is not finite, on any rank.
+        again: Whether any rank is going to look again.
+
+    """
+
+    value: float
+    non_finite: Place | None
+    again: bool
+
+
+def read(gradients: Tensor, evidence: Evidence, agree: Agree | None = None, *, again: bool = False) -> Finding:
+    """Read what stands for the gradients, and the evidence beside it, in one device read.
+
+    Args:
+        gradients: A scalar that is finite if they are.
+        evidence: What else there is.
+        agree: Makes the ranks agree; ``None`` on one process.
+        again: Whether this rank is going to look again, for user code may change the gradients. All ranks must then.
+
+    """
+    zero = torch.zeros_like(gradients)
+    loss = zero if evidence.loss is None else evidence.loss.to(gradients.device)
+    backward = zero if evidence.backward is None else evidence.backward.to(gradients.device)
+    dtype = torch.promote_types(gradients.dtype, loss.dtype)
+    numbers = torch.stack([gradients.to(dtype), loss.to(dtype), backward.to(dtype)])
+    if agree is None:
+        values = numbers.tolist()
+        bad_gradients, bad_loss, bad_backward = (not math.isfinite(value) for value in values)
+    else:
+        flags = (~numbers.isfinite()).float()
+        flags = agree(torch.cat([flags, torch.full_like(flags[:1], again)]))
+        values = torch.cat([numbers, flags.to(numbers)]).tolist()
+        bad_gradients, bad_loss, bad_backward, again = map(bool, values[3:])
+
+    place: Place | None = None
+    if bad_gradients or (bad_loss and evidence.loss_counts) or (bad_backward and evidence.backward_counts):
+        spoilt_since = evidence.backward is not None and not bad_backward
+        place = "loss" if bad_loss else "hook" if spoilt_since else "gradients"
+    return Finding(values[0], place, again)

@@ -1,0 +1,90 @@
+"""What the gradients are multiplied by between a backward and its optimizer step, and what is known of them meanwhile.
+
+One number says it for all: ``HeldGradients.scale``. A backward at another scale first brings what is pending to that
+scale. Afterwards everything is brought back to 1 at once, if user code may look at it, or else by the optimizer step,
+which saves a pass. Powers of two make both exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_amp_plus import gradients
+
+
+@dataclass
+class Pending:
+    """What is known of the gradients that an optimizer has collected since its last step."""
+
+    scale: float
+    """The largest scale that they were made with."""
+    evidence: Tensor | None = None
+    """A scalar that is finite if the gradients were, as each backward left them, before user code could touch them."""
+
+
+@dataclass
+class HeldGradients:
+    """Brings the gradients of all optimizers to a scale and back."""
+
+    scale: float = 1.0
+    pending: dict[int, Pending] = field(default_factory=dict)
+    _parameters: list[list[Tensor]] = field(default_factory=list)
+    """Those that are multiplied, by optimizer; those of no optimizer come last."""
+
+    def begin(self, scale: float, among: Sequence[Optimizer], others: Iterable[Tensor], *, keep_true: bool) -> None:
+        """Bring what is pending to ``scale``, before a backward adds to it.
+
+        Args:
+            scale: The scale of the backward.
+            among: All optimizers.
+            others: Parameters of no optimizer. They are left out unless ``keep_true``.
+            keep_true: Whether :meth:`settle` follows the backward. A parameter that is frozen gets nothing in between:
+                it is left alone.
+
+        """
+        if keep_true:
+            self.undo()
+        for index, optimizer in enumerate(among):
+            known = self.pending.get(index)
+            if known is None or not has_gradients(optimizer):
+                self.pending[index] = Pending(scale)
+            else:
+                known.scale = max(known.scale, scale)
+        seen: set[int] = set()  # a parameter may belong to two optimizers
+        self._parameters = []
+        for parameters in chain(map(gradients.parameters_of, among), [others] if keep_true else []):
+            mine = [p for p in parameters if (p.requires_grad or not keep_true) and id(p) not in seen]
+            seen.update(map(id, mine))
+            self._parameters.append(mine)
+        if scale != self.scale:
+            gradients.rescale_(chain(*self._parameters), scale / self.scale)
+            self.scale = scale
+
+    def settle(self) -> None:
+        """Bring all to their true values after a backward, and note whether they were finite."""
+        for index, parameters in enumerate(self._parameters):
+            evidence = gradients.rescale_and_check_(parameters, 1 / self.scale)
+            if (pending := self.pending.get(index)) is not None:  # else they are those of no optimizer
+                pending.evidence = evidence if pending.evidence is None else pending.evidence + evidence
+        self.stepped()
+
+    def undo(self) -> None:
+        """Bring all to their true values where no step will, after an error or at the end of a fit; no collective."""
+        if self.scale != 1:
+            gradients.rescale_(chain(*self._parameters), 1 / self.scale)
+        self.stepped()
+
+    def stepped(self) -> None:
+        """Take note that all are true."""
+        self.scale = 1.0
+        self._parameters = []
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Tell whether any parameter of ``optimizer`` has a gradient."""
+    return any(parameter.grad is not None for parameter in gradients.parameters_of(optimizer))
