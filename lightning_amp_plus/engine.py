@@ -359,10 +359,10 @@ class StepEngine:
             self.skipped_in_a_row[report.optimizer] = 0
             raise NonFiniteStepError(
                 f"{skipped} optimizer steps in a row were skipped because {what} (precision {report.precision!r}, last"
-                f" loss scale {report.scale:g}); the last one was step {report.step}. A lower loss scale cannot help."
-                " The weights are those of the last applied step. Look for inf or NaN in the batches; try a lower"
-                " learning rate or `Trainer(gradient_clip_val=1.0)`; try a wider precision ('bf16-mixed' or '32-true')."
-                f" `max_skipped` (now {self.max_skipped}) sets how many skips in a row are allowed."
+                f" loss scale {report.scale:g}); the last one was step {report.step}. {self._why_not_lower()}"
+                " None of them changed the weights. Look for inf or NaN in the batches; try a lower learning rate or"
+                " `Trainer(gradient_clip_val=1.0)`; try a wider precision ('bf16-mixed' or '32-true')."
+                f" `max_skipped` (now {self.max_skipped}) sets how many such skips in a row are allowed."
             )
         self._say(
             what,
@@ -370,6 +370,11 @@ class StepEngine:
             f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}). After"
             f" {self.max_skipped} in a row the fit stops.",
         )
+
+    def _why_not_lower(self) -> str:
+        if self.scaler is None or self.scaler.loss_scale.dynamic:
+            return "A lower loss scale cannot help."
+        return "LossScale(dynamic=False) keeps the loss scale: a lower init_scale, or dynamic=True, may help."
 
     def _lower_scale(self, made_at: float) -> bool:
         """Lower the scale, once for all gradients that were made with it; tell whether a lower one is to be tried."""
