@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_amp_plus.callbacks.fallback import PrecisionFallback as PrecisionFallback
     from lightning_amp_plus.callbacks.monitor import AMPMonitor as AMPMonitor
     from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
     from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
@@ -24,6 +25,7 @@ _MODULES = {
     "DynamicLossScaler": "grad_scaler",
     "LossScale": "loss_scale",
     "NonFiniteStepError": "engine",
+    "PrecisionFallback": "callbacks.fallback",
     "StepCounters": "report",
     "StepReport": "report",
 }

@@ -50,6 +50,14 @@ class Clipping:
             raise ValueError(f"Clipping(threshold={self.threshold!r}): it must be above 0.")
 
 
+Policy = Callable[[StepReport, int], Precision | None]
+"""Decides what follows a skipped step that no lower loss scale can help.
+
+It gets the report of the step and how many such steps of its optimizer there were in a row, and returns the precision
+to go on with, or ``None`` to stay.
+"""
+
+
 @dataclass(frozen=True)
 class _Verdict:
     """What the check of a step found, and what is left to do to its gradients."""
@@ -88,7 +96,8 @@ class StepEngine:
         agree: Agree | None = None,
         notify: Callable[[int, str], None] = _notify,
     ) -> None:
-        self.precision = precision
+        self.configured_precision = precision
+        self.policy: Policy | None = None
         self.loss_scaler = DynamicLossScaler(loss_scale)
         self.max_skipped = max_skipped
         self.agree = agree
@@ -96,7 +105,8 @@ class StepEngine:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all steps: scale, counters and reports are as in a new engine."""
+        """Forget all steps: precision, scale, counters and reports are as in a new engine."""
+        self.precision = self.configured_precision
         self.loss_scaler.restart()
         self.counters = StepCounters()
         self.last_step: StepReport | None = None
@@ -355,6 +365,16 @@ class StepEngine:
         skipped = self.skipped_in_a_row.get(report.optimizer, 0) + 1
         self.skipped_in_a_row[report.optimizer] = skipped
         what = _WHAT[report.non_finite or "gradients"]
+        wider = None if self.policy is None else self.policy(report, skipped)
+        if wider is not None:
+            self.precision = wider
+            self.skipped_in_a_row.clear()
+            self.notify(
+                logging.WARNING,
+                f"{skipped} optimizer steps in a row were skipped in {report.precision!r} because {what}, and no lower"
+                f" loss scale can help: from optimizer step {report.step + 1} on the run computes in {wider!r}.",
+            )
+            return
         if skipped >= self.max_skipped:
             self.skipped_in_a_row[report.optimizer] = 0
             raise NonFiniteStepError(

@@ -115,7 +115,10 @@ class DynamicLossScaler(torch.amp.GradScaler):
             )
         scale = float(state_dict["scale"])
         if not 0 < scale < math.inf:
-            raise ValueError(f"The saved loss scale is {scale!r}: it must be positive and finite. Nothing was loaded.")
+            raise ValueError(
+                f"The saved loss scale is {scale!r}: it must be positive and finite. Nothing was loaded. Resume in"
+                " 'bf16-mixed' or '32-true', which need none, or load the weights alone to start at init_scale."
+            )
         if self.loss_scale.dynamic:
             tracker, overflows = int(state_dict["_growth_tracker"]), int(state_dict.get("hysteresis", 0))
             self.state = LossScaleState(self.loss_scale.clamp(scale), tracker, overflows)

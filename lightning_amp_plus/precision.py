@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning, gradients
-from lightning_amp_plus.engine import Clipping, StepEngine
+from lightning_amp_plus.engine import Clipping, Policy, StepEngine
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.optimizers import require_scalable
@@ -103,6 +103,18 @@ class AdaptiveMixedPrecision(MixedPrecision):
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped: in manual optimization, hold your LR schedules then."""
         return self.last_step is not None and self.last_step.outcome == "skipped"
+
+    @property
+    def policy(self) -> Policy | None:
+        """What decides on a wider precision after a step that no lower loss scale can help; set by a callback.
+
+        With one set, a checkpoint of a run that has moved on is resumed in the precision it had moved to.
+        """
+        return self._engine.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self._engine.policy = policy
 
     def request_grad_norm(self) -> None:
         """Ask for ``last_step.grad_norm`` of the next step, on every rank or on none.
@@ -248,12 +260,18 @@ class AdaptiveMixedPrecision(MixedPrecision):
                 f"The checkpoint's precision state has version {state_dict['version']}, and this lightning_amp_plus"
                 f" reads up to {_STATE_VERSION}: update the package. Nothing was loaded."
             )
+        self._resume_in(state_dict.get("precision"))
         usable = 0 < state_dict.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
         if usable or (self.scaler is not None and "scale" in state_dict):
             self._engine.loss_scaler.load_state_dict(state_dict)
         counters = dict(state_dict.get("counters", {}))
         self._engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))
         self._engine.counters = StepCounters(**counters)
+
+    def _resume_in(self, saved: Any) -> None:
+        rungs: tuple[Precision, ...] = get_args(Precision)
+        if self._engine.policy is not None and saved in rungs[rungs.index(self.precision) :]:
+            self._engine.precision = saved
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -264,8 +282,10 @@ class AdaptiveMixedPrecision(MixedPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if type(self).__qualname__ not in checkpoint and MixedPrecision.__qualname__ in checkpoint:
-            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+        names = [kind.__qualname__ for kind in (type(self), AdaptiveMixedPrecision, MixedPrecision)]
+        name = next((name for name in names if name in checkpoint), names[0])
+        if name != names[0]:  # Lightning loads the first itself, but not that of a subclass, or of stock
+            self.load_state_dict(checkpoint[name])
 
 
 def _clips_by_itself(model: pl.LightningModule) -> bool:

@@ -173,11 +173,14 @@ def test_a_float16_forward_gives_small_gradients_that_float16_alone_loses() -> N
     same(model.weight, before - 2.0**-30)
 
 
+@pytest.mark.parametrize("measured", [False, True])
 @plain_and_fused
 @each_precision
-def test_hooks_see_and_may_change_true_gradients(precision: Precision, fused: bool) -> None:
+def test_hooks_see_and_may_change_true_gradients(precision: Precision, fused: bool, measured: bool) -> None:
     a, b, c = ones(2), ones(2), ones(2)
     engine, optimizer = engine_of(precision), sgd(a, b, c, fused=fused)
+    if measured:
+        engine.request_grad_norm()
     seen: list[Tensor] = []
 
     def hooks() -> None:
@@ -236,6 +239,20 @@ def test_a_fused_optimizer_of_the_users_sees_true_gradients() -> None:
     automatic(engine_of(), Looking([a], lr=1.0, fused=True), loss_of((a, 4.0)))
     same(seen, [torch.full((4,), 4.0)])
     same(a, torch.full((4,), -3.0))
+
+
+@pytest.mark.parametrize("clipping", [None, Clipping(1e6)], ids=str)
+@plain_and_fused
+@each_precision
+def test_gradients_that_nobody_cleared_are_added_to(precision: Precision, fused: bool, clipping: Any) -> None:
+    a = ones(2)
+    engine, optimizer = engine_of(precision), sgd(a, fused=fused)
+    for expected in (4.0, 8.0):
+        with engine.backward(loss_of((a, 4.0)), [optimizer], keep_true=False) as scaled:
+            scaled.backward()
+        engine.step(optimizer, lambda: None, clipping=clipping)
+        same(a.grad, torch.full((2,), expected))
+    same(a, torch.full((2,), -11.0))
 
 
 def test_a_scale_that_is_no_power_of_two_is_divided_out_as_well() -> None:
@@ -877,7 +894,8 @@ def test_pending_gradients_of_frozen_parameters_are_not_touched(pending: float, 
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_automatic_steps_apply_pending_gradients_of_frozen_parameters_as_they_are(when: str) -> None:
+@pytest.mark.parametrize("keep_true", [False, True])
+def test_automatic_steps_apply_pending_gradients_of_frozen_parameters_as_they_are(keep_true: bool, when: str) -> None:
     a, frozen = ones(2), ones(2)
     engine, optimizer = engine_of(scale=2.0**24), sgd(a, frozen)
     if when == "before":
@@ -886,7 +904,7 @@ def test_automatic_steps_apply_pending_gradients_of_frozen_parameters_as_they_ar
         with engine.backward(loss_of((frozen, 4.0)), [optimizer], keep_true=False) as scaled:
             scaled.backward()
     frozen.requires_grad_(False)
-    with engine.backward(loss_of((a, 2.0), dtype=torch.float16), [optimizer], keep_true=False) as scaled:
+    with engine.backward(loss_of((a, 2.0), dtype=torch.float16), [optimizer], keep_true=keep_true) as scaled:
         scaled.backward()
     engine.step(optimizer, lambda: None)
     same([a, frozen], [torch.full((2,), -1.0), torch.full((2,), -3.0)])
@@ -976,6 +994,15 @@ def test_an_overflow_that_the_user_clips_away_is_one_as_long_as_a_lower_scale_ma
     manual(engine, loss_of((a, 0.25)), [optimizer])
     assert manual_step(engine, optimizer) is applied
     same(a, torch.full((2,), 0.5 if applied else 1.0))
+
+
+def test_gradients_that_the_user_spoilt_after_a_backward_are_no_matter_of_the_scale() -> None:
+    a = ones(2)
+    engine, optimizer = engine_of(), sgd(a)
+    manual(engine, loss_of((a, 1.0)), [optimizer])
+    a.grad = torch.full((2,), NAN)
+    assert not manual_step(engine, optimizer)
+    assert (outcome(engine)[1], scale_of(engine)) == ("hook", 2.0**16)
 
 
 def test_clipping_twice_with_torchs_own_functions() -> None:
@@ -1095,6 +1122,31 @@ def test_a_fault_on_one_rank_is_one_on_both(precision: Precision, path: str, pai
     one, two = ranks.engines
     assert one.loss_scaler.state == two.loss_scaler.state
     assert (one.counters, one.skipped_in_a_row) == (two.counters, two.skipped_in_a_row)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("looks", ["hooks", "norm"])
+@pytest.mark.parametrize("first", [0, 1])
+@each_precision
+def test_one_rank_may_look_at_its_gradients_where_the_other_does_not(
+    precision: Precision, first: int, looks: str, pair: tuple[str, str]
+) -> None:
+    """A callback on rank 0 only has a hook, or asks for the norm."""
+    ranks = TwoRanks(precision)
+
+    def work(rank: int, engine: StepEngine) -> None:
+        a, other = ones(4), ones(4)
+        gradient, value = MICRO_BATCHES[pair[rank != first]]
+        loss = loss_of((other, 1.0) if gradient is None else (a, gradient), value=value)
+        hooks = (lambda: None) if rank == 0 and looks == "hooks" else None
+        if rank == 0 and looks == "norm":
+            engine.request_grad_norm()
+        automatic(engine, sgd(a), loss, hooks=hooks)
+        assert outcome(engine) == PAIRS[pair]
+
+    ranks.run(work)
+    assert ranks.calls[0] == ranks.calls[1]
+    assert ranks.engines[0].loss_scaler.state == ranks.engines[1].loss_scaler.state
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
@@ -1321,7 +1373,10 @@ def test_the_norm_is_asked_for_one_step(gradient: float, hooks: Any) -> None:
     engine = engine_of()
     engine.request_grad_norm()
     automatic(engine, sgd(a), loss_of((a, gradient)), hooks=hooks)
-    assert not engine._norm_requested
+    automatic(engine, sgd(a), loss_of((a, 8.0)), hooks=hooks)
+    assert outcome(engine) == ("applied", None)
+    assert engine.last_step is not None
+    assert engine.last_step.grad_norm is None
 
 
 class Kernels(TorchDispatchMode):

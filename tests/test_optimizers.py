@@ -216,6 +216,22 @@ def test_apply_hands_over_the_divisor_and_takes_it_back() -> None:
     assert optimizer.divisors == [None, 8.0, 4.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_apply_computes_outside_of_autocast(dtype: torch.dtype) -> None:
+    """The products of an optimizer such as Muon would lose bits in it."""
+    dtypes = list[torch.dtype]()
+
+    class Multiplying(SGD):
+        def step(self, closure: Any = None) -> Any:
+            weight = self.param_groups[0]["params"][0]
+            dtypes.append((weight @ weight).dtype)
+
+    with torch.autocast("cpu", dtype):
+        optimizers.apply(Multiplying([Parameter(torch.ones(2, 2))]), 1.0, {})
+        assert torch.is_autocast_enabled("cpu")
+    assert dtypes == [torch.float32]
+
+
 def test_apply_with_a_divisor_and_no_gradients() -> None:
     """The loss reached none of its parameters: a step of nothing, as in fp32."""
     parameter = Parameter(torch.ones(2))

@@ -30,6 +30,7 @@ PUBLIC = [
     "DynamicLossScaler",
     "LossScale",
     "NonFiniteStepError",
+    "PrecisionFallback",
     "StepCounters",
     "StepReport",
 ]

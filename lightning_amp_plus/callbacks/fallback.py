@@ -1,0 +1,73 @@
+"""PrecisionFallback: when to go on in a wider precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_amp_plus.precision import AdaptiveMixedPrecision
+from lightning_amp_plus.report import Precision, StepReport
+
+
+class PrecisionFallback(pl.Callback):
+    """Moves the run to a wider precision when the present one cannot hold it.
+
+    A step counts if it was skipped and no lower loss scale can help: its loss was inf or NaN, or its gradients were
+    with the scale at its floor. ``patience`` of them in a row move the run to the next rung of the ladder, with one
+    warning that says why. On the last rung the plugin's ``max_skipped`` in a row end it with ``NonFiniteStepError``. A
+    checkpoint is resumed on the rung that the run had reached. Without :class:`AdaptiveMixedPrecision` it warns and
+    does nothing.
+
+    Args:
+        ladder: The precisions to try, from narrow to wide, without repetition.
+        patience: Failing steps in a row that move the run; at least 1.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> PrecisionFallback(ladder=("16-mixed", "32-true")).next_rung("16-mixed")
+        '32-true'
+
+    """
+
+    def __init__(self, ladder: Sequence[Precision] = ("16-mixed", "bf16-mixed", "32-true"), patience: int = 3) -> None:
+        rungs = get_args(Precision)
+        if not ladder or not set(ladder) <= set(rungs) or list(ladder) != sorted(set(ladder), key=rungs.index):
+            raise ValueError(
+                f"PrecisionFallback(ladder={tuple(ladder)!r}): it must be some of {', '.join(rungs)}, in this order."
+            )
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ValueError(f"PrecisionFallback(patience={patience!r}): it must be an integer of at least 1.")
+        self.ladder = tuple(ladder)
+        self.patience = patience
+
+    def next_rung(self, precision: Precision) -> Precision | None:
+        """Return the narrowest rung that is wider than ``precision``; ``None`` if there is none."""
+        rungs = get_args(Precision)
+        return next((rung for rung in self.ladder if rungs.index(rung) > rungs.index(precision)), None)
+
+    def decide(self, report: StepReport, skipped: int) -> Precision | None:
+        """Return the precision to go on with after ``skipped`` failing steps in a row, or ``None`` to stay."""
+        return self.next_rung(report.precision) if skipped >= self.patience else None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, AdaptiveMixedPrecision):
+            plugin.policy = self.decide
+        else:
+            rank_zero_warn(
+                f"PrecisionFallback does nothing: the Trainer uses {type(plugin).__name__}. Pass"
+                " `Trainer(plugins=[AdaptiveMixedPrecision(...)])` without `precision=`.",
+                category=RuntimeWarning,
+            )
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.precision_plugin, AdaptiveMixedPrecision):
+            trainer.precision_plugin.policy = None
