@@ -68,10 +68,14 @@ def call_after_closure(plugin: MixedPrecision, module: pl.LightningModule, optim
     plugin._after_closure(module, optimizer)
 
 
-def forget_logged(trainer: pl.Trainer, hook: str, key: str) -> None:
-    """Withdraw a value that was logged from ``hook``: until the epoch ends the Trainer logs it again at every step."""
+def forget_logged(trainer: pl.Trainer, hook: str, keys: Iterable[str]) -> None:
+    """Withdraw what was logged from ``hook``: until the epoch ends the Trainer works through it at every step.
+
+    That costs more than all else that AMPMonitor does, and would log values again that are no longer true.
+    """
     if trainer._results is not None:
-        trainer._results.pop(f"{hook}.{key}", None)
+        for key in keys:
+            trainer._results.pop(f"{hook}.{key}", None)
 
 
 def logs_this_step(trainer: pl.Trainer) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -63,22 +64,32 @@ def read(gradients: Tensor, evidence: Evidence, agree: Agree | None = None, *, a
         again: Whether this rank is going to look again, for user code may change the gradients. All ranks must then.
 
     """
-    zero = torch.zeros_like(gradients)
-    loss = zero if evidence.loss is None else evidence.loss.to(gradients.device)
-    backward = zero if evidence.backward is None else evidence.backward.to(gradients.device)
-    dtype = torch.promote_types(gradients.dtype, loss.dtype)
-    numbers = torch.stack([gradients.to(dtype), loss.to(dtype), backward.to(dtype)])
     if agree is None:
-        values = numbers.tolist()
-        bad_gradients, bad_loss, bad_backward = (not math.isfinite(value) for value in values)
+        known = [scalar for scalar in (gradients, evidence.loss, evidence.backward) if scalar is not None]
+        value, *others = _stack(known).tolist()
+        bad_gradients, bad_others = not math.isfinite(value), [not math.isfinite(other) for other in others]
+        bad_loss = evidence.loss is not None and bad_others[0]
+        bad_backward = evidence.backward is not None and bad_others[-1]
     else:
+        zero = torch.zeros_like(gradients)  # all ranks exchange as many flags
+        numbers = _stack(
+            [zero if scalar is None else scalar for scalar in (gradients, evidence.loss, evidence.backward)]
+        )
         flags = (~numbers.isfinite()).float()
         flags = agree(torch.cat([flags, torch.full_like(flags[:1], again)]))
-        values = torch.cat([numbers, flags.to(numbers)]).tolist()
-        bad_gradients, bad_loss, bad_backward, again = map(bool, values[3:])
+        value, _, _, *flags_read = torch.cat([numbers, flags.to(numbers)]).tolist()
+        bad_gradients, bad_loss, bad_backward, again = map(bool, flags_read)
 
     place: Place | None = None
     if bad_gradients or (bad_loss and evidence.loss_counts) or (bad_backward and evidence.backward_counts):
         spoilt_since = evidence.backward is not None and not bad_backward
         place = "loss" if bad_loss else "hook" if spoilt_since else "gradients"
-    return Finding(values[0], place, again)
+    return Finding(value, place, again)
+
+
+def _stack(scalars: list[Tensor]) -> Tensor:
+    first = scalars[0]
+    if any(scalar.dtype is not first.dtype or scalar.device != first.device for scalar in scalars):
+        dtype = reduce(torch.promote_types, (scalar.dtype for scalar in scalars))
+        scalars = [scalar.to(first.device, dtype) for scalar in scalars]
+    return torch.stack(scalars)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -143,7 +143,7 @@ class StepEngine:
         among: Sequence[Optimizer],
         *,
         keep_true: bool,
-        others: Iterable[Tensor] = (),
+        others: Sequence[Tensor] = (),
     ) -> Generator[Tensor, None, None]:
         """Yield what to call ``backward`` on.
 
@@ -155,7 +155,8 @@ class StepEngine:
             others: Parameters of no optimizer whose gradients are to be kept true as well.
 
         """
-        self._remember(loss.detach(), alone=not any(map(has_gradients, among)))
+        fresh = [not has_gradients(optimizer) for optimizer in among]
+        self._remember(loss.detach(), alone=all(fresh))
         if self.scaler is None:
             yield loss
             return
@@ -163,7 +164,7 @@ class StepEngine:
         scale = self.scaler.get_scale()
         if loss.dtype is torch.float16:
             scale = min(scale, FLOAT16_LOSS_MAX_SCALE)
-        self._held.begin(scale, among, others, keep_true=keep_true)
+        self._held.begin(scale, among, others, fresh=fresh, keep_true=keep_true)
         self._blamed = False
         try:
             yield scale_loss(loss, scale)
@@ -321,7 +322,7 @@ class StepEngine:
         if found.non_finite is not None and (by_norm or self.agree is not None):
             found = read(self._unscale(grads), evidence, self.agree, again=again)
             norm = float(gradients.total_norm(grads, torch.float64)) if found.non_finite is None else math.nan
-        return replace(found, value=norm)
+        return Finding(norm, found.non_finite, found.again)
 
     def _unscale(self, grads: list[Tensor]) -> Tensor:
         inverse, self._held.scale = 1 / self._held.scale, 1.0

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 _CLIP_EPS = 1e-6
 """What ``torch.nn.utils.clip_grad_norm_`` adds to the norm before it divides by it."""
@@ -106,7 +105,7 @@ def unscale_(gradients: list[Tensor], inverse_scale: float) -> Tensor:
     if not flags:
         return torch.zeros(())
     found_inf = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-    return torch.log1p(-found_inf)
+    return found_inf.neg_().log1p_()  # 0 becomes 0, and 1 becomes -inf
 
 
 @torch.no_grad()
@@ -185,13 +184,11 @@ def _groups(gradients: list[Tensor]) -> list[list[Tensor]]:
 def _split(gradients: list[Tensor]) -> list[list[Tensor]]:
     if not gradients:
         return []
-    kinds: dict[Any, list[Tensor]] = {}
-    if all(type(gradient) is Tensor for gradient in gradients):
-        kinds[Tensor] = gradients
-    else:  # a kernel takes no DTensors of two meshes, nor DTensors with others
-        for gradient in gradients:
-            kinds.setdefault((type(gradient), getattr(gradient, "device_mesh", None)), []).append(gradient)
-    groups: list[list[Tensor]] = []
-    for kind in kinds.values():  # by torch's own grouping for foreach kernels, which clip_grad_norm_ uses
-        groups += [group for (group,), _ in _group_tensors_by_device_and_dtype([kind]).values()]  # type: ignore[list-item, misc]
-    return groups
+    device, dtype = gradients[0].device, gradients[0].dtype
+    if all(type(other) is Tensor and other.dtype is dtype and other.device == device for other in gradients):
+        return [gradients]
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:  # a kernel takes no DTensors of two meshes, nor DTensors with others
+        mesh = getattr(gradient, "device_mesh", None)
+        groups.setdefault((type(gradient), mesh, gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())

@@ -7,7 +7,7 @@ which saves a pass. Powers of two make both exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -36,12 +36,21 @@ class HeldGradients:
     _parameters: list[list[Tensor]] = field(default_factory=list)
     """Those that are multiplied, by optimizer; those of no optimizer come last."""
 
-    def begin(self, scale: float, among: Sequence[Optimizer], others: Iterable[Tensor], *, keep_true: bool) -> None:
+    def begin(
+        self,
+        scale: float,
+        among: Sequence[Optimizer],
+        others: Sequence[Tensor],
+        *,
+        fresh: Sequence[bool],
+        keep_true: bool,
+    ) -> None:
         """Bring what is pending to ``scale``, before a backward adds to it.
 
         Args:
             scale: The scale of the backward.
             among: All optimizers.
+            fresh: For each of them, whether it has no gradients yet.
             others: Parameters of no optimizer. They are left out unless ``keep_true``.
             keep_true: Whether :meth:`settle` follows the backward. A parameter that is frozen gets nothing in between:
                 it is left alone.
@@ -49,9 +58,9 @@ class HeldGradients:
         """
         if keep_true:
             self.undo()
-        for index, optimizer in enumerate(among):
+        for index, is_fresh in enumerate(fresh):
             known = self.pending.get(index)
-            if known is None or not has_gradients(optimizer):
+            if known is None or is_fresh:
                 self.pending[index] = Pending(scale)
             else:
                 known.scale = max(known.scale, scale)
@@ -61,9 +70,9 @@ class HeldGradients:
             mine = [p for p in parameters if (p.requires_grad or not keep_true) and id(p) not in seen]
             seen.update(map(id, mine))
             self._parameters.append(mine)
-        if scale != self.scale:
+        if scale != self.scale and (others or not all(fresh)):
             gradients.rescale_(chain(*self._parameters), scale / self.scale)
-            self.scale = scale
+        self.scale = scale
 
     def settle(self) -> None:
         """Bring all to their true values after a backward, and note whether they were finite."""

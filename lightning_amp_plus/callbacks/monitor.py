@@ -49,6 +49,7 @@ class AMPMonitor(pl.Callback):
         self.prog_bar = prog_bar
         self._seen: StepReport | None = None
         self._skipped = 0
+        self._logged: list[str] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -62,6 +63,9 @@ class AMPMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._logged:
+            _lightning.forget_logged(trainer, "on_train_batch_end", self._logged)
+            self._logged = []
         if not trainer.barebones and (self._seen is None or _lightning.logs_this_step(trainer)):
             _plugin_of(trainer).request_grad_norm()
 
@@ -85,8 +89,7 @@ class AMPMonitor(pl.Callback):
 
     def _log(self, trainer: pl.Trainer, module: pl.LightningModule, report: StepReport, *, on_epoch: bool) -> None:
         metrics = _metrics(_plugin_of(trainer), report)
-        if "amp/grad_norm" not in metrics:
-            _lightning.forget_logged(trainer, "on_train_batch_end", "amp/grad_norm")
+        self._logged = [] if on_epoch else list(metrics)
         for key, value in metrics.items():
             module.log(
                 key,
