@@ -1520,3 +1520,55 @@ def test_any_run_is_the_run_without_its_faulty_steps(
     skipped = engine.counters.skipped_steps
     assert engine.counters.applied_steps + skipped == len(steps)
     assert engine.counters.recent.bit_count() == skipped
+
+
+# What a review found --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", [1.0, INF])
+@pytest.mark.parametrize("unlike", [{"hooks": lambda: None}, {"norm": True}], ids=["hooks", "norm"])
+def test_ranks_that_look_differently_do_not_wait_for_each_other(unlike: dict[str, Any], gradient: float) -> None:
+    """As with a callback that only rank 0 has."""
+    ranks = TwoRanks("16-mixed")
+
+    def work(rank: int, engine: StepEngine) -> Tensor:
+        a = ones(4)
+        if rank == 0 and "norm" in unlike:
+            engine.request_grad_norm()
+        hooks = unlike.get("hooks") if rank == 0 else None
+        automatic(engine, sgd(a), loss_of((a, gradient)), hooks=hooks)
+        return a
+
+    expected = torch.zeros(4) if gradient == 1 else torch.ones(4)
+    same(ranks.run(work), [expected, expected])
+    assert ranks.calls[0] == ranks.calls[1]
+
+
+def test_a_user_who_begins_to_look_in_mid_window_sees_frozen_parameters_true_too() -> None:
+    a, frozen = ones(2), ones(2)
+    engine, optimizer = engine_of(scale=2.0**10), sgd(a, frozen)
+    with engine.backward(loss_of((a, 1.0), (frozen, 1.0)), [optimizer], keep_true=False) as scaled:
+        scaled.backward()
+    frozen.requires_grad_(False)
+    manual(engine, loss_of((a, 1.0)), [optimizer])
+    same([a.grad, frozen.grad], [torch.full((2,), 2.0), torch.ones(2)])
+    engine.step(optimizer, lambda: None)
+    same([a, frozen], [-torch.ones(2), torch.zeros(2)])
+
+
+def test_what_was_scaled_by_hand_is_unscaled_after_another_optimizer_failed() -> None:
+    a, b = ones(2), ones(2)
+    engine, optimizers = engine_of(scale=2.0**10), [sgd(a), sgd(b)]
+    assert engine.scaler is not None
+    by_hand = engine.scaler.scale(loss_of((a, INF), (b, 1.0)))
+    manual(engine, by_hand, optimizers)
+    for index, optimizer in enumerate(optimizers):
+        engine.scaler.unscale_(optimizer)
+        manual_step(engine, optimizer, index)
+    same([a, b], [torch.ones(2), torch.zeros(2)])
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, NAN])
+def test_clipping_needs_a_positive_threshold(threshold: float) -> None:
+    with pytest.raises(ValueError, match=r"threshold=.*above 0"):
+        Clipping(threshold)

@@ -957,3 +957,9 @@ def test_two_trainers_do_not_see_each_other() -> None:
     assert (scale_of(outer), scale_of(inner)) == (2.0**8, 2.0**8)
     assert outer.counters == StepCounters(applied_steps=1)
     assert inner.counters == StepCounters(applied_steps=1, skipped_steps=1, recent=0b10)
+
+
+def test_a_negative_clip_value_clips_nothing_as_in_stock() -> None:
+    module = Exact()
+    make_trainer(make_plugin(), gradient_clip_val=-1.0).fit(module, factors(1, 2))
+    assert module.weight.tolist() == (ROW * -3).tolist()
