@@ -5,27 +5,26 @@
     finite:      hooks; clip; optimizer.step(); the scale grows when due
     not finite:  clear the gradients; lower the scale if it is to blame; report
 
-User code and the optimizer see gradients that are multiplied by 1: ``held.py`` keeps the books. ``checks.py`` reads and
-agrees, ``gradients.py`` has the passes, ``optimizers.py`` what there is to know of optimizers.
+User code and the optimizer see gradients that are multiplied by 1: ``held.py`` keeps the books, and ``finish.py`` takes
+the gradients from the last backward to the optimizer.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_plus import gradients, optimizers
-from lightning_amp_plus.checks import Agree, Evidence, Finding, read
+from lightning_amp_plus.checks import Agree, Evidence
+from lightning_amp_plus.finish import Clipping, Verdict, finish
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.held import HeldGradients, Pending, has_gradients
 from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, LossScale, scale_loss
@@ -38,34 +37,12 @@ class NonFiniteStepError(FloatingPointError):
     """Too many optimizer steps in a row had a loss or gradients that hold inf or NaN, and no lower scale can help."""
 
 
-@dataclass(frozen=True)
-class Clipping:
-    """Clipping that the engine does itself: by the 2-norm of all gradients, or element by element."""
-
-    threshold: float
-    algorithm: Literal["norm", "value"] = "norm"
-
-    def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise ValueError(f"Clipping(threshold={self.threshold!r}): it must be above 0.")
-
-
 Policy = Callable[[StepReport, int], Precision | None]
 """Decides what follows a skipped step that no lower loss scale can help.
 
 It gets the report of the step and how many such steps of its optimizer there were in a row, and returns the precision
 to go on with, or ``None`` to stay.
 """
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What the check of a step found, and what is left to do to its gradients."""
-
-    non_finite: Place | None = None
-    norm: float | None = None
-    clipped: bool | None = None
-    divisor: float = 1.0  # what the kernel of a fused optimizer is still to divide by
 
 
 def _notify(level: int, text: str) -> None:
@@ -224,7 +201,9 @@ class StepEngine:
         pending = self._held.pending.pop(index, None)
         made_at = None if pending is None else pending.scale
         self.loss_scaler.begin_step(optimizer, counted=made_at is not None)
-        verdict = self._check_show_clip(optimizer, self._evidence(pending, automatic), hooks, clipping)
+        evidence = self._evidence(pending, automatic)
+        wants_norm, self._norm_requested = self._norm_requested, False
+        verdict = finish(optimizer, self._held, evidence, self.agree, hooks, clipping, wants_norm=wants_norm)
         if verdict.non_finite is None:
             if use != "none":
                 again = partial(self._evaluate_again, optimizer, rerun or closure)
@@ -259,8 +238,6 @@ class StepEngine:
         )
         return rerun()
 
-    # Gradients --------------------------------------------------------------------------------------------------------
-
     def _evidence(self, pending: Pending | None, automatic: bool) -> Evidence:
         # A hook or a clipping may have replaced an inf that backward left. It is an overflow all the same, as long as a
         # lower scale may help; where none can, the gradients are what the user made of them, as in fp32.
@@ -271,66 +248,9 @@ class StepEngine:
             backward_counts=pending is not None and self._may_help(pending.scale),
         )
 
-    def _check_show_clip(
-        self, optimizer: Optimizer, evidence: Evidence, hooks: Callable[[], None] | None, clipping: Clipping | None
-    ) -> _Verdict:
-        """Check the gradients, show them to the user's hooks, and make them what the optimizer is to see."""
-        max_norm = clipping.threshold if clipping is not None and clipping.algorithm == "norm" else None
-        max_value = clipping.threshold if clipping is not None and max_norm is None else None
-        wants_norm, self._norm_requested = self._norm_requested, False
-
-        grads = gradients.collect(gradients.parameters_of(optimizer))
-        in_kernel = hooks is None and max_value is None and self._held.scale != 1
-        in_kernel = in_kernel and optimizers.divides_in_kernel(optimizer, grads)
-        found = self._check(
-            grads, evidence, by_norm=wants_norm or in_kernel or max_norm is not None, again=hooks is not None
-        )
-        if found.non_finite is not None:
-            return _Verdict(found.non_finite)
-        shown_norm = found.value
-        if found.again:
-            self._unscale(grads)
-            if hooks is not None:
-                hooks()
-            grads = gradients.collect(gradients.parameters_of(optimizer))
-            found = self._check(grads, evidence, by_norm=True)
-            if found.non_finite is not None:
-                return _Verdict("hook")
-
-        clipped, factor = None, 1 / self._held.scale
-        if max_norm is not None:
-            coefficient = gradients.clip_coefficient(found.value, max_norm, gradients.norm_dtype(grads))
-            clipped, factor = coefficient < 1, factor * coefficient
-        in_kernel = in_kernel and factor > optimizers.SMALLEST_FACTOR
-        if factor != 1 and not in_kernel:
-            gradients.multiply_(grads, factor)
-        if max_value is not None:
-            gradients.clip_value_(grads, max_value)
-        norm = shown_norm if wants_norm or clipping is None else found.value
-        return _Verdict(None, None if math.isnan(norm) else norm, clipped, 1 / factor if in_kernel else 1.0)
-
-    def _check(self, grads: list[Tensor], evidence: Evidence, *, by_norm: bool, again: bool = False) -> Finding:
-        """Find out what is not finite; the value found is the norm of the true gradients, or NaN if not measured.
-
-        A norm only reads. So it is the cheaper check wherever the unscaling that the other does is not needed.
-        """
-        by_norm = by_norm or self._held.scale == 1
-        measured = gradients.total_norm(grads) if by_norm else self._unscale(grads)
-        found = read(measured, evidence, self.agree, again=again)
-        norm = found.value / self._held.scale if by_norm else math.nan
-        # Finite gradients may have squares that are not: look at each element. All ranks do, whatever they measured.
-        if found.non_finite is not None and (by_norm or self.agree is not None):
-            found = read(self._unscale(grads), evidence, self.agree, again=again)
-            norm = float(gradients.total_norm(grads, torch.float64)) if found.non_finite is None else math.nan
-        return Finding(norm, found.non_finite, found.again)
-
-    def _unscale(self, grads: list[Tensor]) -> Tensor:
-        inverse, self._held.scale = 1 / self._held.scale, 1.0
-        return gradients.unscale_(grads, inverse)
-
     # Outcome ----------------------------------------------------------------------------------------------------------
 
-    def _conclude(self, index: int, verdict: _Verdict, made_at: float | None) -> StepReport:
+    def _conclude(self, index: int, verdict: Verdict, made_at: float | None) -> StepReport:
         outcome: Outcome = "applied" if verdict.non_finite is None else "skipped"
         self.last_step = report = StepReport(
             step=self.counters.applied_steps + self.counters.skipped_steps,

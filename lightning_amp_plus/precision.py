@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning, gradients
-from lightning_amp_plus.engine import Clipping, Policy, StepEngine
+from lightning_amp_plus.engine import Policy, StepEngine
+from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.optimizers import require_scalable

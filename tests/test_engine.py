@@ -20,7 +20,8 @@ from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer, SparseAdam
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp_plus.engine import Clipping, NonFiniteStepError, StepEngine
+from lightning_amp_plus.engine import NonFiniteStepError, StepEngine
+from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.gradients import parameters_of
 from lightning_amp_plus.loss_scale import LossScale, LossScaleState, next_state
 from lightning_amp_plus.report import Precision
