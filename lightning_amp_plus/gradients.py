@@ -186,7 +186,7 @@ def _split(gradients: list[Tensor]) -> list[list[Tensor]]:
         return []
     device, dtype = gradients[0].device, gradients[0].dtype
     if all(type(other) is Tensor and other.dtype is dtype and other.device == device for other in gradients):
-        return [gradients]
+        return [list(gradients)]  # a copy: it is kept by ``gradients``, and a cycle would keep them all alive
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:  # a kernel takes no DTensors of two meshes, nor DTensors with others
         mesh = getattr(gradient, "device_mesh", None)

@@ -1,6 +1,8 @@
 """Every dtype and layout is scaled, checked, measured and clipped in place, against a float64 reference."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -382,3 +384,18 @@ def test_no_norm_exceeds_the_threshold(lists: list[list[float]], max_norm: float
     for tensor, value in zip(collected, before, strict=True):
         wanted = value * gradients.clip_coefficient(norm, max_norm)
         torch.testing.assert_close(tensor.double(), wanted, rtol=1e-5, atol=1e-40)
+
+
+def test_collected_gradients_are_freed_at_once() -> None:
+    """Not by the garbage collector, which may come after the next backward has filled the memory again."""
+    parameter = leaf(torch.ones(3))
+    collected = gradients.collect([parameter])
+    assert len(collected.groups) == 1
+    alive = weakref.ref(parameter.grad)
+    gc.disable()
+    try:
+        del collected
+        parameter.grad = None
+        assert alive() is None
+    finally:
+        gc.enable()
