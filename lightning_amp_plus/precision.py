@@ -188,9 +188,12 @@ class AdaptiveMixedPrecision(MixedPrecision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
         trainer = model.trainer
-        others = [parameter for parameter in self._others if parameter.requires_grad]
-        # The step unscales what its optimizer owns. What it does not own, or the user may look at before, cannot wait.
-        keep_true = not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(trainer)
+        others: list[Tensor] = []
+        keep_true = False
+        if self.scaler is not None:
+            # The step unscales what its optimizer owns. What it does not own, or the user may look at before, cannot wait.
+            others = [parameter for parameter in self._others if parameter.requires_grad]
+            keep_true = not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(trainer)
         with self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
