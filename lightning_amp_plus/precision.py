@@ -191,7 +191,7 @@ class AdaptiveMixedPrecision(MixedPrecision):
         others: list[Tensor] = []
         keep_true = False
         if self.scaler is not None:
-            # The step unscales what its optimizer owns. What it does not own, or the user may look at before, cannot wait.
+            # The step unscales what its optimizer owns: not what it does not own, nor what the user may see before.
             others = [parameter for parameter in self._others if parameter.requires_grad]
             keep_true = not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(trainer)
         with self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others) as scaled:
