@@ -127,7 +127,10 @@ def total_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Ten
     norms = []
     for group in _groups(gradients):
         wide = dtype or (torch.float64 if group[0].dtype is torch.float64 else torch.float32)
-        norms.append(torch.stack(torch._foreach_norm(group, 2, dtype=wide)))
+        if group[0].dtype is wide:  # with a dtype the kernel of torch 2.14 refuses DTensors
+            norms.append(torch.stack(torch._foreach_norm(group)))
+        else:
+            norms.append(torch.stack([torch.linalg.vector_norm(gradient, dtype=wide) for gradient in group]))
     if len(norms) == 1:
         return whole(torch.linalg.vector_norm(norms[0]))
     widest = dtype or norm_dtype(gradients)
