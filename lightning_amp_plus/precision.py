@@ -159,6 +159,12 @@ class AdaptiveMixedPrecision(MixedPrecision):
     # Forward and backward ---------------------------------------------------------------------------------------------
 
     @override
+    def autocast_context_manager(self) -> torch.autocast:
+        # Without the weight cache, which keeps a cast made under no_grad for the forward with grad. Lightning 2.5 has it.
+        dtype = torch.float16 if self.precision == "16-mixed" else torch.bfloat16
+        return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
+
+    @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext() if self.precision == "32-true" else self.autocast_context_manager()
 
