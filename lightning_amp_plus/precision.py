@@ -160,7 +160,8 @@ class AdaptiveMixedPrecision(MixedPrecision):
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
-        # Without the weight cache, which keeps a cast made under no_grad for the forward with grad. Lightning 2.5 has it.
+        """Return the autocast of a mixed precision: float16 for ``"16-mixed"``, else bfloat16."""
+        # Without the weight cache: it keeps a cast made under no_grad for the forward with grad. Lightning 2.5 has it.
         dtype = torch.float16 if self.precision == "16-mixed" else torch.bfloat16
         return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
 
