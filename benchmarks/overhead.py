@@ -2,20 +2,22 @@
 
     python benchmarks/overhead.py [--quick] [--device cpu|cuda] [--repeats N] [--threads N]
 
-Every time is a ratio: two fits run in one process, in turns every few steps or one right after the other, so that what
-slows the machine slows both. A row is the median, lowest and highest ratio of several such pairs. The first row is
-stock against stock: a ratio closer to 1 than its spread says nothing. Targets are printed for the reader and never fail
-the run. Where other processes compute too, use `--threads 1`: threads that wait for each other multiply the noise.
+Every time is a ratio: two fits run in one process and take turns every few steps, so that whatever slows the machine
+slows both. A row is the median, lowest and highest ratio of several such pairs. The first row is stock against stock: a
+ratio closer to 1 than its spread says nothing. Targets are printed for the reader and never fail the run. Where other
+processes compute too, use `--threads 1`: threads that wait for each other multiply the noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -340,27 +342,23 @@ def in_turns(first: Measure, second: Measure) -> tuple[float, float]:
     return runs[0].result(), runs[1].result()
 
 
-def one_by_one(first: Measure, second: Measure) -> tuple[float, float]:
-    """For large tensors on a CPU: two threads get them from two heaps of malloc, and one may be a third faster."""
-    return first(Turn()), second(Turn())
-
-
-def paired(
-    name: str,
-    repeats: int,
-    ours: Measure,
-    baseline: Measure,
-    target: float | None = None,
-    run: Callable[[Measure, Measure], tuple[float, float]] = in_turns,
-) -> None:
+def paired(name: str, repeats: int, ours: Measure, baseline: Measure, target: float | None = None) -> None:
     """The ratios of `repeats` pairs; which of the two goes first alternates."""
     ratios, baselines = [], []
     for repeat in range(repeats):
         gc.collect()
-        our_seconds, seconds = run(ours, baseline) if repeat % 2 else run(baseline, ours)[::-1]
+        our_seconds, seconds = in_turns(ours, baseline) if repeat % 2 else in_turns(baseline, ours)[::-1]
         ratios.append(our_seconds / seconds)
         baselines.append(seconds)
     row(name, ratios, target, f"{statistics.median(baselines) * 1e3:.3g} ms")
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed, in one heap: page faults at random would double the time of a large step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1)):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
+            mallopt(option, value)
 
 
 def print_table(setup: Setup) -> None:
@@ -392,11 +390,11 @@ def print_table(setup: Setup) -> None:
         target = targets[precision][1]  # stock checks nothing in bf16: our pass over the gradients shows there
         for kind in ("foreach", "fused"):
             measures = optimizer(ours, precision, kind, None), optimizer(stock, precision, kind, None)
-            paired(f"optimizer, {kind}, {precision}", repeats, *measures, target, one_by_one)
+            paired(f"optimizer, {kind}, {precision}", repeats, *measures, target)
         measures = optimizer(ours, precision, "foreach", 1.0), optimizer(stock, precision, "foreach", 1.0)
-        paired(f"optimizer, foreach, clip, {precision}", repeats, *measures, target, one_by_one)
+        paired(f"optimizer, foreach, clip, {precision}", repeats, *measures, target)
         measures = optimizer(ours, precision, "fused", 1.0), measures[1]  # stock refuses to clip with a fused optimizer
-        paired(f"optimizer, fused, clip, {precision} / stock foreach", repeats, *measures, 0.35, one_by_one)
+        paired(f"optimizer, fused, clip, {precision} / stock foreach", repeats, *measures, 0.35)
 
     for precision in MIXED:
         memory = peak_memory(setup, stock, precision)
@@ -426,6 +424,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="lightning")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
 
+    keep_freed_memory()
     setup = Setup(arguments.device, arguments.quick, arguments.repeats)
     where = torch.cuda.get_device_name() if setup.device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"torch {torch.__version__}, lightning {lightning.__version__}, {where}; {setup.repeats} pairs per row")

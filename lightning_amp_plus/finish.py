@@ -65,7 +65,7 @@ def finish(
     max_value = clipping.threshold if clipping is not None and max_norm is None else None
 
     grads = gradients.collect(gradients.parameters_of(optimizer))
-    in_kernel = hooks is None and max_value is None and held.scale != 1
+    in_kernel = hooks is None and max_value is None and (held.scale != 1 or max_norm is not None)
     in_kernel = in_kernel and optimizers.divides_in_kernel(optimizer, grads)
     found = _check(
         grads, held, evidence, agree, by_norm=wants_norm or in_kernel or max_norm is not None, again=hooks is not None
