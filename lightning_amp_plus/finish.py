@@ -74,7 +74,8 @@ def finish(
         return Verdict(found.non_finite)
     shown_norm = found.value
     if found.again:
-        _unscale(grads, held)
+        if held.scale != 1:
+            _unscale(grads, held)
         if hooks is not None:
             hooks()
         grads = gradients.collect(gradients.parameters_of(optimizer))
