@@ -8,24 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_amp_plus.callbacks.fallback import PrecisionFallback as PrecisionFallback
-    from lightning_amp_plus.callbacks.monitor import AMPMonitor as AMPMonitor
     from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
     from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
+    from lightning_amp_plus.lightning_pytorch import AdaptiveMixedPrecision as AdaptiveMixedPrecision
+    from lightning_amp_plus.lightning_pytorch import AMPMonitor as AMPMonitor
+    from lightning_amp_plus.lightning_pytorch import PrecisionFallback as PrecisionFallback
     from lightning_amp_plus.loss_scale import LossScale as LossScale
-    from lightning_amp_plus.precision import AdaptiveMixedPrecision as AdaptiveMixedPrecision
     from lightning_amp_plus.report import StepCounters as StepCounters
     from lightning_amp_plus.report import StepReport as StepReport
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AMPMonitor": "callbacks.monitor",
-    "AdaptiveMixedPrecision": "precision",
+    "AMPMonitor": "lightning_pytorch",
+    "AdaptiveMixedPrecision": "lightning_pytorch",
     "DynamicLossScaler": "grad_scaler",
     "LossScale": "loss_scale",
     "NonFiniteStepError": "engine",
-    "PrecisionFallback": "callbacks.fallback",
+    "PrecisionFallback": "lightning_pytorch",
     "StepCounters": "report",
     "StepReport": "report",
 }

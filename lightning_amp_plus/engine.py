@@ -81,6 +81,10 @@ class StepEngine:
         self.notify = notify
         self.restart()
 
+    def configure(self, precision: Precision) -> None:
+        """Compute in ``precision`` from now on, and after every :meth:`restart`."""
+        self.configured_precision = self.precision = precision
+
     def restart(self) -> None:
         """Forget all steps: precision, scale, counters and reports are as in a new engine."""
         self.precision = self.configured_precision
@@ -171,6 +175,7 @@ class StepEngine:
         hooks: Callable[[], None] | None = None,
         clipping: Clipping | None = None,
         rerun: Callable[[], Any] | None = None,
+        trial: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run ``closure``, then apply the step or skip it; :attr:`last_step` says which.
@@ -184,6 +189,7 @@ class StepEngine:
             hooks: Code of the user's that sees, and may change, the true gradients before clipping.
             clipping: What to clip the gradients to.
             rerun: What an optimizer gets that calls its closure again; ``closure`` if ``None``.
+            trial: Whether the step belongs to a search that wants to see it fail: a skip lowers the scale, no more.
             kwargs: Handed to ``optimizer.step``.
 
         Returns:
@@ -218,7 +224,7 @@ class StepEngine:
         if automatic:
             self.end_iteration()
         if report.outcome == "skipped":
-            self._answer_skip(report, made_at)
+            self._answer_skip(report, made_at, trial=trial)
         return output
 
     def end_iteration(self) -> None:
@@ -273,7 +279,7 @@ class StepEngine:
             self._iteration_is_clean = True
         return report
 
-    def _answer_skip(self, report: StepReport, made_at: float | None) -> None:
+    def _answer_skip(self, report: StepReport, made_at: float | None, *, trial: bool) -> None:
         """Lower the scale if it may be to blame; otherwise count, and stop after ``max_skipped``."""
         if report.non_finite == "gradients" and made_at is not None and self._lower_scale(made_at):
             self._say(
@@ -282,6 +288,8 @@ class StepEngine:
                 f"Optimizer step {report.step}: the gradients overflowed at loss scale {made_at:g} and the step was"
                 f" skipped; the scale is now {self.loss_scaler.get_scale():g}. This is how the scale is found.",
             )
+            return
+        if trial:
             return
         skipped = self.skipped_in_a_row.get(report.optimizer, 0) + 1
         self.skipped_in_a_row[report.optimizer] = skipped

@@ -1,46 +1,54 @@
-"""The plugin: Lightning's precision hooks, translated into calls of the engine."""
+"""The plugin: Lightning's precision hooks, translated into calls of the engine, for either namespace of Lightning."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, get_args
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning, gradients
+from lightning_amp_plus.checkpoint import load_state, state_of, stock_state_of
 from lightning_amp_plus.engine import Policy, StepEngine
 from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
+from lightning_amp_plus.hardware import select_common_precision, select_precision
 from lightning_amp_plus.loss_scale import LossScale
+from lightning_amp_plus.mailbox import Mailbox
 from lightning_amp_plus.optimizers import require_scalable
 from lightning_amp_plus.report import Precision, StepCounters, StepReport
 
-_STATE_VERSION = 1
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.plugins import MixedPrecision as _MixedPrecision
+else:
+    _MixedPrecision = object  # the binding of a namespace adds the class itself
+
+_PRECISIONS: tuple[Literal["auto"] | Precision, ...] = ("auto", *get_args(Precision))
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 
-class AdaptiveMixedPrecision(MixedPrecision):
+class AdaptiveMixedPrecisionMixin(_MixedPrecision):
     """Mixed precision whose every optimizer step is right, or does not happen.
 
     User code that looks at ``.grad`` sees the true gradient, in hooks, in clipping and in manual optimization. A step
     with an inf or NaN in its loss or gradients is skipped in every precision, and ``max_skipped`` of them in a row
     raise.
 
-    Pass it as ``Trainer(plugins=[AdaptiveMixedPrecision("16-mixed")])`` and leave ``Trainer(precision=...)`` out.
+    Pass it as ``Trainer(plugins=[AdaptiveMixedPrecision()])`` and leave ``Trainer(precision=...)`` out.
 
     Args:
-        precision: ``"16-mixed"`` (float16 with loss scaling), ``"bf16-mixed"`` or ``"32-true"``.
+        precision: ``"auto"`` for what the device runs natively (bfloat16; else float16 on a GPU; else float32), decided
+            when a run starts; or ``"16-mixed"`` (float16 with loss scaling), ``"bf16-mixed"``, ``"32-true"``.
         loss_scale: The rules of loss scaling, used by ``"16-mixed"``; the default :class:`LossScale` if ``None``.
         max_skipped: How many steps of one optimizer may be skipped in a row before the fit stops; at least 1. Skips
             that still lower the loss scale do not count.
@@ -55,15 +63,24 @@ class AdaptiveMixedPrecision(MixedPrecision):
         RuntimeError: From ``fit`` in ``"16-mixed"``, if an optimizer evaluates its closure again, as LBFGS.
 
     Example:
+        >>> from lightning_amp_plus import AdaptiveMixedPrecision, LossScale
         >>> AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**12)).scaler.get_scale()
         4096.0
 
     """
 
-    def __init__(self, precision: Precision, loss_scale: LossScale | None = None, max_skipped: int = 10) -> None:
-        if precision not in get_args(Precision):
+    pl: ModuleType
+    """The namespace that this class is bound to: ``lightning.pytorch`` or ``pytorch_lightning``."""
+
+    def __init__(
+        self,
+        precision: Literal["auto", "16-mixed", "bf16-mixed", "32-true"] = "auto",
+        loss_scale: LossScale | None = None,
+        max_skipped: int = 10,
+    ) -> None:
+        if precision not in _PRECISIONS:
             raise ValueError(
-                f"AdaptiveMixedPrecision(precision={precision!r}): it must be one of {', '.join(get_args(Precision))}."
+                f"AdaptiveMixedPrecision(precision={precision!r}): it must be one of {', '.join(_PRECISIONS)}."
             )
         if not isinstance(max_skipped, int) or isinstance(max_skipped, bool) or max_skipped < 1:
             raise ValueError(
@@ -74,31 +91,50 @@ class AdaptiveMixedPrecision(MixedPrecision):
                 f"AdaptiveMixedPrecision(loss_scale={loss_scale!r}): it must be a LossScale, such as"
                 f" LossScale(init_scale=2.0**12), or None for the default."
             )
-        # Not MixedPrecision.__init__: it refuses "32-true" and makes a scaler that asks for CUDA.
+        # Not MixedPrecision.__init__: it refuses "auto" and "32-true" and makes a scaler that asks for CUDA.
         self.device = "cpu"  # until the strategy's is known
-        self._engine = StepEngine(precision, loss_scale, max_skipped, notify=_notify)
+        self._asked_for = precision
+        self._chosen_for: str | None = None  # the type of device that the precision was chosen for
+        self._engine = StepEngine(
+            "32-true" if precision == "auto" else precision, loss_scale, max_skipped, notify=_notify
+        )
         self._others: list[Tensor] = []
         self._is_new = True
+        self._mailbox = Mailbox()
+        self._posts = False
+
+    def __repr__(self) -> str:
+        # The Trainer prints it when it refuses a plugin of the other namespace.
+        other, module = (
+            ("pytorch_lightning", "lightning_amp_plus.pytorch_lightning")
+            if self.pl.__name__ == "lightning.pytorch"
+            else ("lightning.pytorch", "lightning_amp_plus")
+        )
+        return (
+            f"{type(self).__name__}({str(self.precision)!r}), made for a Trainer of {self.pl.__name__} (for one of"
+            f" {other} import it from {module})"
+        )
 
     @property
-    def precision(self) -> Precision:  # type: ignore[override]
-        """What the run computes in now."""
-        return self._engine.precision
+    def precision(self) -> Literal["auto"] | Precision:  # type: ignore[override]
+        """What the run computes in now; ``"auto"`` until a run has started."""
+        engine = self._up_to_date()
+        return "auto" if self._asked_for == "auto" and self._chosen_for is None else engine.precision
 
     @property
     def scaler(self) -> DynamicLossScaler | None:  # type: ignore[override]
         """The loss scaler, where the precision needs one."""
-        return self._engine.scaler
+        return self._up_to_date().scaler
 
     @property
     def counters(self) -> StepCounters:
         """How many steps were applied and skipped since the run began."""
-        return self._engine.counters
+        return self._up_to_date().counters
 
     @property
     def last_step(self) -> StepReport | None:
         """What the last optimizer step did; ``None`` before the first."""
-        return self._engine.last_step
+        return self._up_to_date().last_step
 
     @property
     def last_step_skipped(self) -> bool:
@@ -133,12 +169,31 @@ class AdaptiveMixedPrecision(MixedPrecision):
         if trainer is not None:
             device = trainer.strategy.root_device
             self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
+            self._posts = trainer.local_rank == 0
             self.device = device.type
-            if trainer.state.fn == TrainerFn.FITTING:
+            self._choose_precision(device)
+            if trainer.state.fn == "fit" and not _lightning.is_tuning(trainer):
                 if not self._is_new:
                     self._engine.restart()
                 self._is_new = False
+            _lightning.set_compute_dtype(self.pl, trainer, _DTYPES[self._engine.precision])
         return super().convert_module(module)
+
+    def _choose_precision(self, device: torch.device) -> None:
+        if device.type == self._chosen_for or self._asked_for in ("16-mixed", "32-true"):
+            return
+        self._chosen_for = device.type
+        agree = self._engine.agree
+        choice = select_precision(device) if agree is None else select_common_precision(device, agree)
+        if self._asked_for == "auto":
+            self._engine.configure(choice.precision)
+            rank_zero_info(f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
+        elif choice.emulates_bfloat16:
+            rank_zero_warn(
+                f"AdaptiveMixedPrecision('bf16-mixed') is slow here: {choice.reason}. {choice.precision!r} is the"
+                " better choice, and the one that 'auto' makes.",
+                category=RuntimeWarning,
+            )
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -154,7 +209,22 @@ class AdaptiveMixedPrecision(MixedPrecision):
         self._engine.release()
         self._others = []
         self._engine.agree = None
+        if self._posts:
+            self._mailbox.post((state_of(self._engine), self._engine.last_step, self._chosen_for, self._is_new))
         super().teardown()
+
+    def _up_to_date(self) -> StepEngine:
+        """Return the engine, which holds what a worker process has left in the meantime."""
+        if (message := self._mailbox.take()) is not None:
+            state, last_step, self._chosen_for, self._is_new = message
+            self._engine.configured_precision = state["configured_precision"]
+            load_state(self._engine, state, keeps_fallback=True)
+            self._engine.last_step = last_step
+        return self._engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._up_to_date()
+        return self.__dict__.copy()
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 
@@ -162,12 +232,12 @@ class AdaptiveMixedPrecision(MixedPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         """Return the autocast of a mixed precision: float16 for ``"16-mixed"``, else bfloat16."""
         # Without the weight cache: it keeps a cast made under no_grad for the forward with grad. Lightning 2.5 has it.
-        dtype = torch.float16 if self.precision == "16-mixed" else torch.bfloat16
+        dtype = torch.float16 if self._engine.precision == "16-mixed" else torch.bfloat16
         return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext() if self.precision == "32-true" else self.autocast_context_manager()
+        return nullcontext() if self._engine.precision == "32-true" else self.autocast_context_manager()
 
     @override
     @contextmanager
@@ -177,30 +247,32 @@ class AdaptiveMixedPrecision(MixedPrecision):
         self._engine.end_iteration()  # of manual optimization; in automatic optimization the step comes later
 
     @override
-    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         # Not MixedPrecision's, which scales here, before the hooks have seen the loss. To call hooks that nobody has is
         # what Lightning spends most time on here: the time that the checks of a step take.
-        if _lightning.someone_overrides(module.trainer, "on_before_backward"):
-            return super(MixedPrecision, self).pre_backward(tensor, module)
+        if _lightning.someone_overrides(self.pl, module.trainer, "on_before_backward"):
+            return super(self.pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
         return tensor
 
     @override
-    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        if _lightning.someone_overrides(module.trainer, "on_after_backward"):
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if _lightning.someone_overrides(self.pl, module.trainer, "on_after_backward"):
             return super().post_backward(tensor, module)
         return tensor.detach()
 
     @override
     def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: pl.LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+        self, tensor: Tensor, model: LightningModule, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> None:
         trainer = model.trainer
         others: list[Tensor] = []
         keep_true = False
-        if self.scaler is not None:
+        if self._engine.scaler is not None:
             # The step unscales what its optimizer owns: not what it does not own, nor what the user may see before.
             others = [parameter for parameter in self._others if parameter.requires_grad]
-            keep_true = not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(trainer)
+            keep_true = (
+                not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(self.pl, trainer)
+            )
         with self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
@@ -208,16 +280,16 @@ class AdaptiveMixedPrecision(MixedPrecision):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         trainer = model.trainer
         hooks: Callable[[], None] | None = None
         clipping = None
-        if model.automatic_optimization and _clips_by_itself(model):
+        if model.automatic_optimization and self._clips_by_itself(model):
             hooks = partial(_lightning.call_after_closure, self, model, optimizer)
         else:
-            if _lightning.someone_overrides(trainer, "on_before_optimizer_step"):
-                hooks = partial(_lightning.call_before_optimizer_step, trainer, optimizer)
+            if _lightning.someone_overrides(self.pl, trainer, "on_before_optimizer_step"):
+                hooks = partial(_lightning.call_before_optimizer_step, self.pl, trainer, optimizer)
             threshold = float(trainer.gradient_clip_val or 0)
             if model.automatic_optimization and threshold > 0:  # stock takes what is below for no clipping
                 clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
@@ -229,15 +301,22 @@ class AdaptiveMixedPrecision(MixedPrecision):
             hooks=hooks,
             clipping=clipping,
             rerun=partial(self._evaluate_again, optimizer, model, closure),
+            trial=_lightning.is_trial(trainer),
             **kwargs,
         )
 
-    def _evaluate_again(self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any]) -> Any:
+    def _evaluate_again(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Any:
         # In manual optimization the closure relies on the autocast of training_step, which ends for optimizer.step().
         with nullcontext() if model.automatic_optimization else self.forward_context():
             output = closure()
         _lightning.call_after_closure(self, model, optimizer)
         return output
+
+    def _clips_by_itself(self, model: LightningModule) -> bool:
+        return any(
+            _lightning.overrides(model, self.pl.LightningModule, hook)
+            for hook in ("configure_gradient_clipping", "clip_gradients")
+        )
 
     @override
     def clip_gradients(
@@ -253,19 +332,7 @@ class AdaptiveMixedPrecision(MixedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        counters = self.counters
-        return {
-            **self._engine.loss_scaler.state_dict(),
-            "precision": self.precision,
-            "kept_modules": [],
-            "counters": {
-                "applied_steps": counters.applied_steps,
-                "skipped_steps": counters.skipped_steps,
-                "recent": counters.recent,
-                "skipped_in_a_row": dict(self._engine.skipped_in_a_row),
-            },
-            "version": _STATE_VERSION,
-        }
+        return state_of(self._up_to_date())
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,44 +342,19 @@ class AdaptiveMixedPrecision(MixedPrecision):
             ValueError: If the state was written by a later version of the package.
 
         """
-        if state_dict.get("version", 0) > _STATE_VERSION:
-            raise ValueError(
-                f"The checkpoint's precision state has version {state_dict['version']}, and this lightning_amp_plus"
-                f" reads up to {_STATE_VERSION}: update the package. Nothing was loaded."
-            )
-        self._resume_in(state_dict.get("precision"))
-        usable = 0 < state_dict.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
-        if usable or (self.scaler is not None and "scale" in state_dict):
-            self._engine.loss_scaler.load_state_dict(state_dict)
-        counters = dict(state_dict.get("counters", {}))
-        self._engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))
-        self._engine.counters = StepCounters(**counters)
-
-    def _resume_in(self, saved: Any) -> None:
-        rungs: tuple[Precision, ...] = get_args(Precision)
-        if self._engine.policy is not None and saved in rungs[rungs.index(self.precision) :]:
-            self._engine.precision = saved
+        load_state(self._up_to_date(), state_dict, keeps_fallback=self.policy is not None)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # So that a user can go back to stock, which raises on an empty state.
-        state = self._engine.loss_scaler.state_dict()
-        del state["hysteresis"]  # which stock does not know
-        checkpoint[MixedPrecision.__qualname__] = state
+        # So that a user can go back to stock.
+        checkpoint["MixedPrecision"] = stock_state_of(self._up_to_date())
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        names = [kind.__qualname__ for kind in (type(self), AdaptiveMixedPrecision, MixedPrecision)]
+        names = (type(self).__qualname__, "AdaptiveMixedPrecision", "MixedPrecision")
         name = next((name for name in names if name in checkpoint), names[0])
         if name != names[0]:  # Lightning loads the first itself, but not that of a subclass, or of stock
             self.load_state_dict(checkpoint[name])
-
-
-def _clips_by_itself(model: pl.LightningModule) -> bool:
-    return any(
-        _lightning.overrides(model, pl.LightningModule, hook)
-        for hook in ("configure_gradient_clipping", "clip_gradients")
-    )
 
 
 def _largest_of_all_ranks(device: torch.device, flags: Tensor) -> Tensor:

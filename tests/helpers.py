@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import Precision as PrecisionPlugin
+from namespace import AdaptiveMixedPrecision, pl
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import AdaptiveMixedPrecision, LossScale
+from lightning_amp_plus import LossScale
 from lightning_amp_plus.report import Precision
 
 PRECISIONS: tuple[Precision, ...] = ("16-mixed", "bf16-mixed", "32-true")
@@ -21,7 +20,7 @@ ROW = torch.tensor([2.0, 2.0, 2.0, 1.0, -1.0, 1.0, -1.0, 0.0])
 """Its norm is 4, so that multiples of it by powers of two are clipped by norm without rounding."""
 
 
-def make_trainer(plugin: PrecisionPlugin | None = None, **kwargs: Any) -> pl.Trainer:
+def make_trainer(plugin: pl.plugins.Precision | None = None, **kwargs: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU; without a plugin it is stock's in 32-true."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

@@ -8,16 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import PRECISIONS, ROW, Exact, factors, make_trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins import Precision as PrecisionPlugin
+from namespace import AdaptiveMixedPrecision, pl
 from torch import Tensor, nn
 
-from lightning_amp_plus import AdaptiveMixedPrecision, LossScale, NonFiniteStepError, StepCounters
+from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters
 from lightning_amp_plus.report import Precision
 
 NAN = math.nan
@@ -35,7 +32,7 @@ RULES: dict[str, Any] = {
 """No default among them."""
 
 OURS = AdaptiveMixedPrecision.__qualname__
-STOCK = MixedPrecision.__qualname__
+STOCK = pl.plugins.MixedPrecision.__qualname__
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -52,7 +49,7 @@ class Start(pl.Callback):
 
 
 def fit(
-    plugin: PrecisionPlugin | None,
+    plugin: pl.plugins.Precision | None,
     numbers: Sequence[float],
     *,
     module: pl.LightningModule | None = None,
@@ -163,7 +160,7 @@ def test_learning_rate_finder_leaves_no_trace(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**10, growth_interval=5))
-    finder = LearningRateFinder(num_training_steps=16, early_stop_threshold=None)
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=16, early_stop_threshold=None)
     trainer = make_trainer(plugin, callbacks=[finder], default_root_dir=tmp_path)
     trainer.fit(WithRate(), factors(*[1.0] * 24))
     assert plugin.counters == StepCounters(applied_steps=24)
@@ -191,7 +188,7 @@ def test_state_holds_builtins_only(tmp_path: Path, precision: Precision, numbers
     assert state["precision"] == precision
     assert set(state) == {
         *torch.amp.GradScaler("cpu").state_dict(),
-        *("precision", "kept_modules", "counters", "hysteresis", "version"),
+        *("precision", "configured_precision", "kept_modules", "counters", "hysteresis", "version"),
     }
 
 
@@ -211,7 +208,7 @@ def test_checkpoint_of_weights_only(tmp_path: Path, precision: Precision) -> Non
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.log("output", self(batch).float().mean())
 
-    callback = ModelCheckpoint(tmp_path, filename="a", save_weights_only=True)
+    callback = pl.callbacks.ModelCheckpoint(tmp_path, filename="a", save_weights_only=True)
     plugin = AdaptiveMixedPrecision(precision, LossScale(init_scale=2.0**10))
     fit(plugin, [1, 2], module=Validates(), callbacks=[callback], enable_checkpointing=True)
     content = torch.load(tmp_path / "a.ckpt", weights_only=True)
@@ -379,7 +376,7 @@ KINDS: tuple[Kind, ...] = ("ours 16", "ours bf16", "ours 32", "stock 16", "stock
 NAMES: dict[str, Precision] = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}
 
 
-def make(kind: Kind, init_scale: float) -> PrecisionPlugin | None:
+def make(kind: Kind, init_scale: float) -> pl.plugins.Precision | None:
     who, short = kind.split()
     precision = NAMES[short]
     if who == "ours":
@@ -387,7 +384,7 @@ def make(kind: Kind, init_scale: float) -> PrecisionPlugin | None:
     if precision == "32-true":
         return None
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=5)
-    return MixedPrecision(precision, "cpu", scaler if precision == "16-mixed" else None)
+    return pl.plugins.MixedPrecision(precision, "cpu", scaler if precision == "16-mixed" else None)
 
 
 @pytest.mark.parametrize(("saver", "resumer"), [(a, b) for a in KINDS for b in KINDS if "ours" in a or "ours" in b])
@@ -430,7 +427,7 @@ def test_stock_goes_on_with_our_rules(tmp_path: Path) -> None:
     rules = {**RULES, "hysteresis": 1}
     ours = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**10, **rules))
     fit(ours, [BIG, 1, 1, 1]).save_checkpoint(tmp_path / "a.ckpt")
-    stock = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    stock = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     fit(stock, [1, 1, 1, 1], resume=tmp_path / "a.ckpt")
     assert stock.scaler is not None
     assert stock.scaler.get_scale() == 2.0**10  # 2^8, and grown by 4 after 3 + 4 clean steps

@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import make_trainer
-from lightning.pytorch.plugins import MixedPrecision
+from namespace import AdaptiveMixedPrecision, PrecisionFallback, pl
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import AdaptiveMixedPrecision, NonFiniteStepError, PrecisionFallback, StepCounters
+from lightning_amp_plus import NonFiniteStepError, StepCounters
 from lightning_amp_plus.report import Precision
 
 # The first skip is told too; these tests are about what follows from several.
@@ -142,6 +141,6 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_with_another_plugin_it_says_that_it_does_nothing() -> None:
-    trainer = make_trainer(MixedPrecision("bf16-mixed", "cpu"), callbacks=[PrecisionFallback()])
+    trainer = make_trainer(pl.plugins.MixedPrecision("bf16-mixed", "cpu"), callbacks=[PrecisionFallback()])
     with pytest.warns(RuntimeWarning, match="does nothing: the Trainer uses MixedPrecision.*AdaptiveMixedPrecision"):
         trainer.fit(Hot(), batches(1))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRECISIONS, ROW, Exact, factors, make_plugin, make_trainer, scale_of, sgd
-from lightning.pytorch.plugins import MixedPrecision
+from namespace import AdaptiveMixedPrecision, pl
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from lightning_amp_plus import AdaptiveMixedPrecision, NonFiniteStepError, StepCounters
+from lightning_amp_plus import NonFiniteStepError, StepCounters
 from lightning_amp_plus.report import Precision
 
 NAN, INF = float("nan"), float("inf")
@@ -464,7 +464,7 @@ def test_lbfgs_is_as_stock(precision: Precision) -> None:
         optimizer.step(closure=closure)
 
     modules = [Manual(step, LBFGS) for _ in range(2)]
-    stock = MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else None
+    stock = pl.plugins.MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else None
     for module, plugin in zip(modules, (stock, make_plugin(precision)), strict=True):
         make_trainer(plugin).fit(module, factors(0.25, 0.5))
     assert modules[0].weight.count_nonzero() > 0

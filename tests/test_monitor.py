@@ -9,17 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import PRECISIONS, make_trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
+from namespace import AdaptiveMixedPrecision, AMPMonitor, pl
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale
+from lightning_amp_plus import LossScale
 from lightning_amp_plus.report import Precision
 
 SCALE = 2.0**10
@@ -118,7 +115,7 @@ def fit(
 ) -> pl.Trainer:
     """Train on the batches ``x``. That steps are skipped is expected if ``skips``, by default if ``x`` holds a NaN."""
     if log_to is not None:
-        kwargs["logger"] = CSVLogger(log_to, name="", version="")
+        kwargs["logger"] = pl.loggers.CSVLogger(log_to, name="", version="")
     trainer = make_trainer(
         plugin or AdaptiveMixedPrecision(precision, loss_scale or LossScale(init_scale=SCALE)),
         callbacks=[AMPMonitor()] if callbacks is None else [*callbacks],
@@ -245,7 +242,7 @@ def test_counts_beyond_what_float32_holds(tmp_path: Path) -> None:
 
 
 def test_two_loggers_get_the_same(tmp_path: Path) -> None:
-    loggers = [CSVLogger(tmp_path / name, name="", version="") for name in "ab"]
+    loggers = [pl.loggers.CSVLogger(tmp_path / name, name="", version="") for name in "ab"]
     fit(batches(5, bad=[2]), logger=loggers, log_every_n_steps=2)
     rows = [rows_of(tmp_path / name) for name in "ab"]
     assert rows[0] == rows[1]
@@ -334,7 +331,7 @@ def test_grad_norm_that_float32_cannot_square(tmp_path: Path) -> None:
 def test_model_checkpoint_monitors(tmp_path: Path, precision: Precision, key: str, log_every: int) -> None:
     """Every key, with the value of the epoch's last step, also in an epoch shorter than the logging interval."""
     x = batches(4, bad=[1])
-    checkpoint = ModelCheckpoint(tmp_path, monitor=key, save_top_k=1)
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor=key, save_top_k=1)
     fit(
         x,
         precision=precision,
@@ -369,7 +366,7 @@ def test_early_stopping_monitors(precision: Precision, accumulate: int, monitor_
             bad = self.trainer.current_epoch == 1 and batch_idx == accumulate
             return super().training_step(batch * (math.nan if bad else 1), batch_idx)
 
-    stopping = EarlyStopping("amp/skipped_steps", mode="min", patience=10, divergence_threshold=0.5)
+    stopping = pl.callbacks.EarlyStopping("amp/skipped_steps", mode="min", patience=10, divergence_threshold=0.5)
     callbacks = [AMPMonitor(), stopping] if monitor_first else [stopping, AMPMonitor()]
     trainer = fit(
         batches(3 * accumulate),
@@ -390,7 +387,7 @@ def test_early_stopping_monitors(precision: Precision, accumulate: int, monitor_
 def test_early_stopping_finds_the_key(key: str, monitor_first: bool) -> None:
     monitor = AMPMonitor()
     for _ in range(2):  # the second Trainer gets the same monitor
-        stopping = EarlyStopping(key, mode="min", patience=10, strict=True)
+        stopping = pl.callbacks.EarlyStopping(key, mode="min", patience=10, strict=True)
         callbacks = [monitor, stopping] if monitor_first else [stopping, monitor]
         trainer = fit(batches(3), callbacks=callbacks, max_epochs=2, log_every_n_steps=50)
         assert trainer.current_epoch == 2
@@ -425,7 +422,10 @@ def test_callback_metrics_know_of_a_skip_of_the_first_of_two_optimizers(precisio
 
 
 def test_validation_within_an_epoch(tmp_path: Path) -> None:
-    spy, checkpoint = Spy(), ModelCheckpoint(tmp_path, monitor="amp/applied_steps", mode="max", save_top_k=-1)
+    spy, checkpoint = (
+        Spy(),
+        pl.callbacks.ModelCheckpoint(tmp_path, monitor="amp/applied_steps", mode="max", save_top_k=-1),
+    )
     fit(
         batches(6),
         callbacks=[AMPMonitor(), spy, checkpoint],
@@ -442,7 +442,7 @@ def test_validation_within_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("monitor_first", [True, False])
 def test_early_stopping_after_validation_within_an_epoch(monitor_first: bool) -> None:
-    stopping = EarlyStopping("amp/skipped_steps", mode="min", patience=10, divergence_threshold=0.5)
+    stopping = pl.callbacks.EarlyStopping("amp/skipped_steps", mode="min", patience=10, divergence_threshold=0.5)
     callbacks = [AMPMonitor(), stopping] if monitor_first else [stopping, AMPMonitor()]
     trainer = fit(batches(8, bad=[2]), callbacks=callbacks, log_every_n_steps=50, val_check_interval=2, validate=True)
     assert trainer.fit_loop.epoch_loop.batch_idx == 3  # the validation after batch 3 saw the skip of batch 2
@@ -514,8 +514,10 @@ def test_without_a_logger(precision: Precision) -> None:
 
 
 @pytest.mark.parametrize("fn", ["fit", "validate"])
-@pytest.mark.parametrize("plugin", [MixedPrecision("16-mixed", "cpu"), MixedPrecision("bf16-mixed", "cpu"), None])
-def test_error_with_another_plugin_says_what_to_do(plugin: MixedPrecision | None, fn: str) -> None:
+@pytest.mark.parametrize(
+    "plugin", [pl.plugins.MixedPrecision("16-mixed", "cpu"), pl.plugins.MixedPrecision("bf16-mixed", "cpu"), None]
+)
+def test_error_with_another_plugin_says_what_to_do(plugin: pl.plugins.MixedPrecision | None, fn: str) -> None:
     trainer = make_trainer(plugin, callbacks=[AMPMonitor()])
     with pytest.raises(TypeError) as info:
         getattr(trainer, fn)(Rows(), loader(batches(2)))

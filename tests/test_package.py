@@ -17,6 +17,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning  # noqa: F401 (it does to torch and logging what lightning does: that is not ours)
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -35,7 +36,8 @@ PUBLIC = [
     "StepReport",
 ]
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-ADAPTERS = ("_lightning.py", "precision.py", "pytorch_lightning.py", "callbacks/")
+BINDINGS = ("lightning_pytorch.py", "pytorch_lightning.py")  # all that imports Lightning when it runs
+ADAPTERS = ("_lightning.py", "precision.py", "callbacks/", *BINDINGS)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -84,24 +86,39 @@ def test_every_public_thing_is_documented_with_its_arguments(name: str) -> None:
 # Imports --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_core_does_not_import_lightning() -> None:
-    core = [path[:-3] for path in SOURCES if not path.startswith((*ADAPTERS, "__"))]
-    assert {"engine", "gradients", "loss_scale", "optimizers", "report"} <= set(core)
-    code = "\n".join(
-        [
-            "import sys, lightning_amp_plus as amp",
-            "assert 'torch' not in sys.modules",
-            *(f"import lightning_amp_plus.{name}" for name in core),
-            "amp.LossScale, amp.DynamicLossScaler, amp.NonFiniteStepError, amp.StepCounters, amp.StepReport, dir(amp)",
-            "found = {name.split('.')[0] for name in sys.modules}",
-            "assert 'torch' in found",
-            "assert not found & {'lightning', 'pytorch_lightning', 'torchmetrics'}, found",
-        ]
-    )
+def imported_by(*lines: str) -> set[str]:
+    """The top-level modules that a fresh process has loaded after these lines."""
+    code = "\n".join(["import sys, lightning_amp_plus as amp", *lines, "print(*sys.modules)"])
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+def test_only_the_bindings_load_lightning() -> None:
+    unbound = [path[:-3].replace("/", ".") for path in SOURCES if not path.endswith((*BINDINGS, "__init__.py"))]
+    assert {"engine", "gradients", "precision", "callbacks.monitor"} <= set(unbound)
+    found = imported_by(
+        "assert 'torch' not in sys.modules",
+        *(f"import lightning_amp_plus.{name}" for name in unbound),
+        "amp.LossScale, amp.DynamicLossScaler, amp.NonFiniteStepError, amp.StepCounters, amp.StepReport, dir(amp)",
+    )
+    assert "torch" in found
+    assert not found & {"lightning", "pytorch_lightning", "torchmetrics"}
+
+
+@pytest.mark.parametrize(
+    ("line", "loaded", "left"),
+    [
+        ("amp.AdaptiveMixedPrecision", "lightning", "pytorch_lightning"),
+        ("import lightning_amp_plus.pytorch_lightning", "pytorch_lightning", "lightning"),
+    ],
+)
+def test_a_binding_loads_only_its_namespace(line: str, loaded: str, left: str) -> None:
+    found = imported_by(line)
+    assert loaded in found
+    assert left not in found
 
 
 def callables() -> dict[tuple[str, str], object]:
@@ -240,7 +257,7 @@ def private_uses(source: str) -> Iterator[str]:
 def test_only_the_adapters_import_lightning() -> None:
     importers = {path for path, source in SOURCES.items() if any(is_lightning(name) for name in imported(source))}
     assert {path for path in importers if not path.startswith(ADAPTERS)} == set()
-    assert {"_lightning.py", "precision.py"} <= importers  # the scan sees them
+    assert {"_lightning.py", "precision.py", *BINDINGS} <= importers  # the scan sees them
 
 
 def test_only_one_file_touches_private_names_of_lightning() -> None:

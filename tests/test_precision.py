@@ -11,16 +11,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from helpers import PRECISIONS, ROW, Exact, factors, loader, make_plugin, make_trainer, scale_of, sgd
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
-from lightning.pytorch.plugins import MixedPrecision
+from namespace import AdaptiveMixedPrecision, pl
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
-from lightning_amp_plus import AdaptiveMixedPrecision, NonFiniteStepError, StepCounters
+from lightning_amp_plus import NonFiniteStepError, StepCounters
 from lightning_amp_plus.report import Precision
 
 ExactT = TypeVar("ExactT", bound=Exact)
@@ -276,7 +274,12 @@ def test_lr_schedule() -> None:
 
 
 def test_accumulation_that_changes_between_epochs() -> None:
-    compare(lambda: Exact(AdamW), make_plugin(), max_epochs=3, callbacks=[GradientAccumulationScheduler({1: 2, 2: 4})])
+    compare(
+        lambda: Exact(AdamW),
+        make_plugin(),
+        max_epochs=3,
+        callbacks=[pl.callbacks.GradientAccumulationScheduler({1: 2, 2: 4})],
+    )
 
 
 def test_compiled_module() -> None:
@@ -313,7 +316,7 @@ def watch(hook: str, owner: str, seen: list[Any], **attributes: Any) -> tuple[Ex
         seen.append(None if module.grad is None else module.grad.tolist())
 
     if owner == "lambda":
-        return type("Plain", (Exact,), attributes)(), [LambdaCallback(**{hook: of_callback})]
+        return type("Plain", (Exact,), attributes)(), [pl.callbacks.LambdaCallback(**{hook: of_callback})]
     return type("Plain", (Exact,), attributes)(), [type("Watcher", (pl.Callback,), {hook: staticmethod(of_callback)})()]
 
 
@@ -739,7 +742,7 @@ class MovesFirst(TwoEvaluations):
 def test_optimizers_that_evaluate_again(precision: Precision, clip: str, optimizer: Callable[..., Optimizer]) -> None:
     """As stock in the same precision, bitwise."""
     stock, module = Bowl(optimizer), Bowl(optimizer)
-    stock_plugin = MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else None
+    stock_plugin = pl.plugins.MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else None
     kwargs = {"gradient_clip_val": 4.0} if clip == "norm" else {}
     make_trainer(stock_plugin, max_epochs=2, **kwargs).fit(stock, factors(0.25, 0.5, 1))
     make_trainer(make_plugin(precision), max_epochs=2, **kwargs).fit(module, factors(0.25, 0.5, 1))
@@ -887,7 +890,7 @@ def test_last_step_reports_the_true_norm(clip: dict[str, Any]) -> None:
             plugin.request_grad_norm()
 
     reports = []
-    callback = LambdaCallback(on_train_batch_end=lambda *args: reports.append(plugin.last_step))
+    callback = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *args: reports.append(plugin.last_step))
     make_trainer(plugin, callbacks=[callback], **clip).fit(Asking(), factors(32, 1))
     assert [report.grad_norm for report in reports if report] == [128, 4]
     by_norm = clip.get("gradient_clip_algorithm") == "norm"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_amp_plus.precision import AdaptiveMixedPrecision
+from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
 from lightning_amp_plus.report import Precision, StepReport
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = object  # the binding of a namespace adds the class itself
 
-class PrecisionFallback(pl.Callback):
+
+class PrecisionFallbackMixin(Callback):
     """Moves the run to a wider precision when the present one cannot hold it.
 
     A step counts if it was skipped and no lower loss scale can help: its loss was inf or NaN, or its gradients were
@@ -30,6 +34,7 @@ class PrecisionFallback(pl.Callback):
         ValueError: If an argument is out of its range.
 
     Example:
+        >>> from lightning_amp_plus import PrecisionFallback
         >>> PrecisionFallback(ladder=("16-mixed", "32-true")).next_rung("16-mixed")
         '32-true'
 
@@ -56,9 +61,9 @@ class PrecisionFallback(pl.Callback):
         return self.next_rung(report.precision) if skipped >= self.patience else None
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         plugin = trainer.precision_plugin
-        if isinstance(plugin, AdaptiveMixedPrecision):
+        if isinstance(plugin, AdaptiveMixedPrecisionMixin):
             plugin.policy = self.decide
         else:
             rank_zero_warn(
@@ -68,6 +73,6 @@ class PrecisionFallback(pl.Callback):
             )
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if isinstance(trainer.precision_plugin, AdaptiveMixedPrecision):
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.precision_plugin, AdaptiveMixedPrecisionMixin):
             trainer.precision_plugin.policy = None

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning
-from lightning_amp_plus.precision import AdaptiveMixedPrecision
+from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
 from lightning_amp_plus.report import Precision, StepReport
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = object  # the binding of a namespace adds the class itself
 
 _MANTISSA_BITS: dict[Precision, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
 
 
-class AMPMonitor(pl.Callback):
+class AMPMonitorMixin(Callback):
     """Logs the loss scale, what became of the steps, and the gradient norm.
 
     It logs at the steps that the Trainer logs (``log_every_n_steps``), and costs nothing between them. A skipped step
@@ -39,7 +43,9 @@ class AMPMonitor(pl.Callback):
         TypeError: At the start of a run whose Trainer does not use :class:`AdaptiveMixedPrecision`.
 
     Example:
-        >>> trainer = pl.Trainer(
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor
+        >>> trainer = Trainer(
         ...     plugins=[AdaptiveMixedPrecision("bf16-mixed")], callbacks=[AMPMonitor()], logger=False
         ... )
 
@@ -52,17 +58,15 @@ class AMPMonitor(pl.Callback):
         self._logged: list[str] = []
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _plugin_of(trainer)
 
     @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen = None
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._logged:
             _lightning.forget_logged(trainer, "on_train_batch_end", self._logged)
             self._logged = []
@@ -71,7 +75,7 @@ class AMPMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         plugin = _plugin_of(trainer)
         report = plugin.last_step
@@ -83,11 +87,11 @@ class AMPMonitor(pl.Callback):
             self._log(trainer, pl_module, report, on_epoch=False)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.barebones and self._seen is not None:
             self._log(trainer, pl_module, self._seen, on_epoch=True)
 
-    def _log(self, trainer: pl.Trainer, module: pl.LightningModule, report: StepReport, *, on_epoch: bool) -> None:
+    def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, *, on_epoch: bool) -> None:
         metrics = _metrics(_plugin_of(trainer), report)
         self._logged = [] if on_epoch else list(metrics)
         for key, value in metrics.items():
@@ -104,7 +108,7 @@ class AMPMonitor(pl.Callback):
             )
 
 
-def _metrics(plugin: AdaptiveMixedPrecision, report: StepReport) -> dict[str, float]:
+def _metrics(plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> dict[str, float]:
     counters = plugin.counters
     values = {
         "amp/loss_scale": 1.0 if plugin.scaler is None else plugin.scaler.get_scale(),
@@ -120,9 +124,9 @@ def _metrics(plugin: AdaptiveMixedPrecision, report: StepReport) -> dict[str, fl
     return values
 
 
-def _plugin_of(trainer: pl.Trainer) -> AdaptiveMixedPrecision:
+def _plugin_of(trainer: Trainer) -> AdaptiveMixedPrecisionMixin:
     plugin = trainer.precision_plugin
-    if not isinstance(plugin, AdaptiveMixedPrecision):
+    if not isinstance(plugin, AdaptiveMixedPrecisionMixin):
         raise TypeError(
             f"AMPMonitor reads what AdaptiveMixedPrecision does, but the Trainer uses {type(plugin).__name__}. Pass"
             " `Trainer(plugins=[AdaptiveMixedPrecision(...)])` without `precision=`, or drop AMPMonitor."

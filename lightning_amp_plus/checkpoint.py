@@ -1,0 +1,71 @@
+"""The engine's state in a checkpoint: builtins only, for ``torch.load(weights_only=True)``. Plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.report import Precision, StepCounters
+
+_VERSION = 1
+
+
+def state_of(engine: StepEngine) -> dict[str, Any]:
+    """Return what resumes a run exactly: loss scale, precision and counters."""
+    counters = engine.counters
+    return {
+        **engine.loss_scaler.state_dict(),
+        "precision": engine.precision,
+        "configured_precision": engine.configured_precision,
+        "kept_modules": [],
+        "counters": {
+            "applied_steps": counters.applied_steps,
+            "skipped_steps": counters.skipped_steps,
+            "recent": counters.recent,
+            "skipped_in_a_row": dict(engine.skipped_in_a_row),
+        },
+        "version": _VERSION,
+    }
+
+
+def stock_state_of(engine: StepEngine) -> dict[str, Any]:
+    """Return what Lightning's own ``MixedPrecision`` resumes from, which raises on an empty state."""
+    state = engine.loss_scaler.state_dict()
+    del state["hysteresis"]  # which stock does not know
+    return state
+
+
+def load_state(engine: StepEngine, state: dict[str, Any], *, keeps_fallback: bool) -> None:
+    """Take over scale and counters, from stock's state too; what the engine was configured with stays.
+
+    Args:
+        engine: What to load into.
+        state: Of :func:`state_of`, or of a ``GradScaler``.
+        keeps_fallback: Whether a run that had moved to a wider precision goes on in it.
+
+    Raises:
+        ValueError: If the state was written by a later version of the package.
+
+    """
+    if state.get("version", 0) > _VERSION:
+        raise ValueError(
+            f"The checkpoint's precision state has version {state['version']}, and this lightning_amp_plus"
+            f" reads up to {_VERSION}: update the package. Nothing was loaded."
+        )
+    usable = 0 < state.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
+    engine.precision = engine.configured_precision
+    if keeps_fallback and _had_moved(state, engine.configured_precision):
+        engine.precision = state["precision"]
+    if usable or (engine.scaler is not None and "scale" in state):
+        engine.loss_scaler.load_state_dict(state)
+    counters = dict(state.get("counters", {}))
+    engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))
+    engine.counters = StepCounters(**counters)
+
+
+def _had_moved(state: dict[str, Any], configured: Precision) -> bool:
+    # "auto" may have chosen another precision on other hardware: that is no fallback.
+    rungs: tuple[Precision, ...] = get_args(Precision)
+    saved = state.get("precision")
+    return saved != state.get("configured_precision") and saved in rungs[rungs.index(configured) :]

@@ -1,0 +1,26 @@
+"""The public names for a Trainer of ``lightning.pytorch``: the plugin and the callbacks, over its base classes."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_amp_plus.callbacks.fallback import PrecisionFallbackMixin
+from lightning_amp_plus.callbacks.monitor import AMPMonitorMixin
+from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
+from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
+from lightning_amp_plus.loss_scale import LossScale as LossScale
+from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
+from lightning_amp_plus.report import StepCounters as StepCounters
+from lightning_amp_plus.report import StepReport as StepReport
+
+
+class AdaptiveMixedPrecision(AdaptiveMixedPrecisionMixin, MixedPrecision):
+    __doc__ = AdaptiveMixedPrecisionMixin.__doc__
+    pl = pl
+
+
+class PrecisionFallback(PrecisionFallbackMixin, pl.Callback):
+    __doc__ = PrecisionFallbackMixin.__doc__
+
+
+class AMPMonitor(AMPMonitorMixin, pl.Callback):
+    __doc__ = AMPMonitorMixin.__doc__

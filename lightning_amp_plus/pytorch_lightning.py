@@ -1,0 +1,29 @@
+"""The public names for a Trainer of ``pytorch_lightning``: the plugin and the callbacks, over its base classes."""
+
+# mypy: disable-error-code="misc"
+# To a type checker the mixins stand over lightning.pytorch, whose classes are not those here, only their twins.
+
+import pytorch_lightning as pl
+from pytorch_lightning.plugins import MixedPrecision
+
+from lightning_amp_plus.callbacks.fallback import PrecisionFallbackMixin
+from lightning_amp_plus.callbacks.monitor import AMPMonitorMixin
+from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
+from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
+from lightning_amp_plus.loss_scale import LossScale as LossScale
+from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
+from lightning_amp_plus.report import StepCounters as StepCounters
+from lightning_amp_plus.report import StepReport as StepReport
+
+
+class AdaptiveMixedPrecision(AdaptiveMixedPrecisionMixin, MixedPrecision):
+    __doc__ = AdaptiveMixedPrecisionMixin.__doc__
+    pl = pl
+
+
+class PrecisionFallback(PrecisionFallbackMixin, pl.Callback):
+    __doc__ = PrecisionFallbackMixin.__doc__
+
+
+class AMPMonitor(AMPMonitorMixin, pl.Callback):
+    __doc__ = AMPMonitorMixin.__doc__
