@@ -57,15 +57,17 @@ def select_precision(device: torch.device) -> PrecisionChoice:
     return PrecisionChoice("32-true", f"it is not known what a device of type {device.type!r} runs natively")
 
 
-def select_common_precision(device: torch.device, agree: Agree) -> PrecisionChoice:
+def select_common_precision(device: torch.device, agree: Agree | None) -> PrecisionChoice:
     """Choose what every rank's device runs natively: a device with bfloat16 runs float16 as well.
 
     Args:
         device: This rank's device.
-        agree: Reduces a small float32 tensor over all ranks by its maximum.
+        agree: Reduces a small float32 tensor over all ranks by its maximum; ``None`` on one process.
 
     """
     choice = select_precision(device)
+    if agree is None:
+        return choice
     orders: tuple[Precision, ...] = ("bf16-mixed", "16-mixed", "32-true")
     common = orders[int(agree(torch.tensor([float(orders.index(choice.precision))])).item())]
     if common == choice.precision:

@@ -180,15 +180,14 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         return super().convert_module(module)
 
     def _choose_precision(self, device: torch.device) -> None:
-        if device.type == self._chosen_for or self._asked_for in ("16-mixed", "32-true"):
+        if device.type == self._chosen_for:
             return
         self._chosen_for = device.type
-        agree = self._engine.agree
-        choice = select_precision(device) if agree is None else select_common_precision(device, agree)
         if self._asked_for == "auto":
+            choice = select_common_precision(device, self._engine.agree)
             self._engine.configure(choice.precision)
             rank_zero_info(f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
-        elif choice.emulates_bfloat16:
+        elif self._asked_for == "bf16-mixed" and (choice := select_precision(device)).emulates_bfloat16:
             rank_zero_warn(
                 f"AdaptiveMixedPrecision('bf16-mixed') is slow here: {choice.reason}. {choice.precision!r} is the"
                 " better choice, and the one that 'auto' makes.",

@@ -2,10 +2,16 @@
 
 import math
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, PrecisionFallback
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -19,6 +25,30 @@ def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     counters = names["trainer"].precision_plugin.counters  # type: ignore[attr-defined]
     assert counters.applied_steps + counters.skipped_steps == 64
     assert counters.skipped_steps < 8  # while the scale is found
+
+
+def test_the_recipes_run_after_the_first_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *recipes = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, object] = {"torch": torch}
+    exec(first.replace("trainer.fit(BoringModel())", ""), names)  # noqa: S102
+    for recipe in recipes:
+        exec(recipe, names)  # noqa: S102
+    assert {"training_step", "CatchNaN"} <= names.keys()
+
+
+def test_the_yaml_builds_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    Path("config.yaml").write_text(yaml)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=config.yaml"])
+    trainer: Any = LightningCLI(BoringModel, run=False, seed_everything_default=False).trainer
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, AdaptiveMixedPrecision)
+    assert plugin.precision == "auto"
+    assert plugin._engine.loss_scaler.loss_scale == LossScale(init_scale=2.0**12, hysteresis=2)
+    kinds = [type(callback) for callback in trainer.callbacks]
+    assert {PrecisionFallback, AMPMonitor} <= set(kinds)
 
 
 @pytest.mark.parametrize(
