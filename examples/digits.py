@@ -1,26 +1,31 @@
-"""Handwritten digits in mixed precision, with the loss scale on the progress bar and in a picture.
+"""Handwritten digits in mixed precision, and a layer that is too hot for float16.
 
-A small convolutional network with BatchNorm learns the 1,797 digits of scikit-learn (8 x 8 pixels, real scans). One
-plugin, ``AdaptiveMixedPrecision``, chooses the precision; one callback, ``AMPMonitor``, logs what the plugin did: the
-loss scale, the steps applied and skipped, the gradient norm. A quarter of the images is held out for the accuracy.
+A small convolutional network learns the 1,797 digits of scikit-learn (8 x 8 pixels, real scans); a quarter of them is
+held out for the accuracy. One plugin, ``AdaptiveMixedPrecision``, chooses the precision. Two callbacks go with it:
+``PrecisionFallback`` moves the run to a wider precision where the present one cannot hold it, and ``AMPMonitor`` logs
+what became of the steps.
 
 Run it from anywhere; it needs no GPU and takes seconds::
 
     pip install scikit-learn matplotlib
-    python examples/digits.py                          # bf16-mixed
-    python examples/digits.py --precision 16-mixed     # fp16 with loss scaling
-    python examples/digits.py --precision 16-mixed --stock   # Lightning's own plugin, for comparison
+    python examples/digits.py                                      # bf16 where it is native, on a CPU else fp32
+    python examples/digits.py --precision 16-mixed                 # fp16 with loss scaling
+    python examples/digits.py --precision 16-mixed --hot           # activations beyond fp16's 65504: it falls back
+    python examples/digits.py --precision 16-mixed --hot --stock   # Lightning's own plugin, which learns nothing
 
-It ends with a short table and, except with ``--stock``, the path of a picture of the loss scale over the steps.
+It ends with a short table and the path of a picture: the loss and the loss scale over the steps.
 """
 
 import argparse
 import csv
 import logging
+import math
 import time
 import warnings
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -34,15 +39,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale
+from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, PrecisionFallback
+
+PRECISIONS = {"10.0": "16-mixed", "7.0": "bf16-mixed", "23.0": "32-true"}  # by ``amp/mantissa_bits``
+BLUE, ORANGE = "#0072B2", "#D55E00"  # of Okabe and Ito: colour-blind readers tell them apart
 
 
 class DigitsNet(LightningModule):
-    """Two convolutions with BatchNorm and one linear layer, about 10,000 parameters."""
+    """Two convolutions with BatchNorm and a normalised linear layer, about 11,000 parameters.
 
-    def __init__(self) -> None:
+    Args:
+        gain: What the hidden features are multiplied by. The LayerNorm takes it out again, so that the network is the
+            same for any gain, as long as the precision can hold the product.
+
+    """
+
+    def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
-        self.net = nn.Sequential(
+        self.gain = gain
+        self.features = nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1, bias=False),
             nn.BatchNorm2d(16),
             nn.ReLU(),
@@ -50,19 +65,22 @@ class DigitsNet(LightningModule):
             nn.BatchNorm2d(32),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(32 * 4 * 4, 10),
         )
+        self.head = nn.Sequential(nn.LayerNorm(32 * 4 * 4), nn.Linear(32 * 4 * 4, 10))
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images) * self.gain)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss = nn.functional.cross_entropy(self.net(images), labels)
+        loss = nn.functional.cross_entropy(self(images), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         images, labels = batch
-        self.accuracy(self.net(images), labels)
+        self.accuracy(self(images), labels)
         self.log("accuracy", self.accuracy)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -89,26 +107,68 @@ def stock_plugin(precision: Literal["16-mixed", "bf16-mixed", "32-true"]) -> Pre
     return MixedPrecision(precision, device)
 
 
-def plot_loss_scale(log_dir: Path, title: str) -> Path:
-    """Draw ``amp/loss_scale`` over the steps from the CSVLogger's ``metrics.csv``; return the path of the PNG."""
-    with open(log_dir / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["amp/loss_scale"]]
-    steps = [int(row["step"]) for row in rows]
-    scales = [float(row["amp/loss_scale"]) for row in rows]
+class StockMonitor(Callback):
+    """Logs for Lightning's own plugin, which does not tell, two of the metrics that ``AMPMonitor`` logs for ours."""
 
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    axes.step(steps, scales, where="post")
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(scales) / 4, max(scales) * 4)
-    axes.set(xlabel="optimizer step", ylabel="loss scale", title=title)
-    axes.grid(alpha=0.3)
-    figure.savefig(path := log_dir / "loss_scale.png", dpi=150)
-    return path
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        pl_module.log("amp/loss_scale", scaler.get_scale() if scaler is not None else 1.0)
+        applied = max((int(state["step"]) for state in trainer.optimizers[0].state.values()), default=0)
+        pl_module.log("amp/skipped_steps", float(trainer.global_step - applied))  # Lightning counts all, AdamW its own
+
+
+@dataclass
+class History:
+    """What the CSVLogger's ``metrics.csv`` tells about the training steps."""
+
+    losses: list[float]
+    scales: list[float]
+    skipped: list[int]
+    fallbacks: list[tuple[int, str, str]]  # the first step in the new precision, the old and the new one
+
+
+def read_history(log_dir: Path) -> History:
+    with open(log_dir / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]  # one for each step
+    counts = [0.0] + [float(row["amp/skipped_steps"]) for row in rows]
+    precisions = [PRECISIONS.get(row.get("amp/mantissa_bits", ""), "") for row in rows]
+    return History(
+        losses=[float(row["loss"]) for row in rows],
+        scales=[float(row["amp/loss_scale"]) for row in rows],
+        skipped=[step for step, (before, after) in enumerate(pairwise(counts)) if after > before],
+        fallbacks=[(step, old, new) for step, (old, new) in enumerate(pairwise(precisions), start=1) if new != old],
+    )
+
+
+def plot(history: History, title: str, path: Path) -> None:
+    """Draw the loss and the loss scale over the steps; mark the steps that were skipped, and the fallback."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    steps = range(len(history.losses))
+    top.plot(steps, history.losses, color=BLUE)
+    top.set(title=title, ylabel="loss", yscale="log", xmargin=0.02, ymargin=0.2)
+    if not any(map(math.isfinite, history.losses)):
+        top.set(yscale="linear", yticks=[])
+        top.text(0.5, 0.5, "NaN or inf in every step", transform=top.transAxes, ha="center")
+    bottom.step(steps, history.scales, where="post", color=BLUE)
+    bottom.set_yscale("log", base=2)
+    bottom.set(xlabel="optimizer step", ylabel="loss scale (1: none)", ymargin=0.2)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        marks = {"color": ORANGE, "marker": "|", "markersize": 9, "linestyle": "none", "label": "skipped step"}
+        if history.skipped:
+            axes.plot(history.skipped, [0.06] * len(history.skipped), transform=axes.get_xaxis_transform(), **marks)
+        for step, _, precision in history.fallbacks:
+            axes.axvline(step, color="black", linestyle="--", linewidth=1.2, label=f"falls back to {precision}")
+    if bottom.lines[1:]:
+        figure.legend(handles=bottom.lines[1:], loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small CNN on handwritten digits in mixed precision.")
-    parser.add_argument("--precision", choices=("16-mixed", "bf16-mixed", "32-true"), default="bf16-mixed")
+    parser.add_argument("--precision", choices=("auto", "16-mixed", "bf16-mixed", "32-true"), default="auto")
+    parser.add_argument("--hot", action="store_true", help="give one layer activations beyond float16's 65504")
     parser.add_argument("--stock", action="store_true", help="use Lightning's own plugin instead, for comparison")
     parser.add_argument("--epochs", type=int, default=15, help="passes over the training images (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batch order (default: %(default)s)")
@@ -119,6 +179,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"argument --epochs: {arguments.epochs} is less than 1; train for at least one epoch")
     if not 0 <= arguments.seed < 2**32:
         parser.error(f"argument --seed: {arguments.seed} is not between 0 and 2**32 - 1")
+    if arguments.stock and arguments.precision == "auto":
+        arguments.precision = "bf16-mixed"  # Lightning does not choose
     return arguments
 
 
@@ -130,15 +192,20 @@ def main() -> None:
     torch.set_num_threads(1)  # the layers are too small to share: two threads would mostly wait for each other
     seed_everything(arguments.seed, verbose=False)
 
-    # The default is to grow after 2,000 clean steps, which is more than this run has.
-    loss_scale = LossScale(growth_interval=30)
-    plugin = None if arguments.stock else AdaptiveMixedPrecision(arguments.precision, loss_scale)
-    callbacks: list[Callback] = [] if arguments.stock else [AMPMonitor(prog_bar=True)]
+    plugin: Precision
+    callbacks: list[Callback]
+    if arguments.stock:
+        plugin = stock_plugin(arguments.precision)
+        callbacks = [StockMonitor()]
+    else:
+        # A loss scale grows after 2,000 clean steps by default, which is more than this run has.
+        plugin = AdaptiveMixedPrecision(arguments.precision, LossScale(growth_interval=30))
+        callbacks = [PrecisionFallback(), AMPMonitor(prog_bar=True)]
     if not arguments.no_progress:
         callbacks.append(TQDMProgressBar())
     logger = CSVLogger(arguments.log_dir, name=None)
     trainer = Trainer(
-        plugins=plugin or stock_plugin(arguments.precision),
+        plugins=plugin,
         callbacks=callbacks,
         logger=logger,
         accelerator="auto",
@@ -150,22 +217,24 @@ def main() -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    model = DigitsNet()
+    model = DigitsNet(gain=1e5 if arguments.hot else 1.0)
     train_loader, test_loader = digits_loaders()
     start = time.perf_counter()
     trainer.fit(model, train_loader)
     seconds = time.perf_counter() - start
     accuracy = trainer.test(model, test_loader, verbose=False)[0]["accuracy"]
 
-    applied = skipped = scale = "-"
-    if plugin is not None:
-        applied, skipped = str(plugin.counters.applied_steps), str(plugin.counters.skipped_steps)
-        scale = f"{plugin.scaler.get_scale() if plugin.scaler is not None else 1:.0f}"
-    print(f"precision    {arguments.precision}{' (stock)' if arguments.stock else ''}")
-    print(f"applied      {applied}\nskipped      {skipped}\nfinal scale  {scale}")
-    print(f"accuracy     {accuracy:.4f}\nseconds      {seconds:.1f}")
-    if plugin is not None:
-        print(f"picture      {plot_loss_scale(Path(logger.log_dir), f'Loss scale, {arguments.precision}')}")
+    history = read_history(Path(logger.log_dir))
+    picture = Path(logger.log_dir) / "digits.png"
+    asked_for = arguments.precision if arguments.precision != "auto" else f"auto: {plugin.precision}"
+    plot(history, f"{asked_for}{', hot' if arguments.hot else ''}{', stock' if arguments.stock else ''}", picture)
+
+    chosen_by = " (stock)" if arguments.stock else " (auto)" if arguments.precision == "auto" else ""
+    fallbacks = [f"from {old} at step {step}" for step, old, _ in history.fallbacks]
+    print(f"precision    {plugin.precision}{chosen_by}\nfell back    {', '.join(fallbacks) or 'never'}")
+    print(f"applied      {len(history.losses) - len(history.skipped)}\nskipped      {len(history.skipped)}")
+    print(f"final scale  {history.scales[-1]:.8g}\naccuracy     {accuracy:.4f}\nseconds      {seconds:.1f}")
+    print(f"picture      {picture}")
 
 
 if __name__ == "__main__":

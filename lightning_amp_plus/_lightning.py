@@ -81,14 +81,24 @@ def call_after_closure(plugin: MixedPrecision, module: LightningModule, optimize
 # Tuner ----------------------------------------------------------------------------------------------------------------
 
 
+def searches(pl: ModuleType, trainer: Trainer) -> bool:
+    """Tell whether this run searches for a learning rate or a batch size."""
+    finders = (pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder)
+    return any(isinstance(callback, finders) for callback in _callbacks(trainer))
+
+
 def is_tuning(trainer: Trainer) -> bool:
     """Tell whether this fit is one of a ``Tuner``'s, which ends after the search and puts all back as it was."""
     return any(getattr(callback, "_early_exit", False) for callback in _callbacks(trainer))
 
 
 def is_trial(trainer: Trainer) -> bool:
-    """Tell whether the learning rate finder drives this step: it wants to see the loss diverge, then undoes all."""
-    return any(type(callback).__name__ == "_LRCallback" for callback in _callbacks(trainer)[:1])
+    """Tell whether a step of a run that :func:`searches` belongs to the search, which undoes it.
+
+    The finders take the callbacks away for that time; that of the learning rate wants to see the loss diverge.
+    """
+    callbacks = _callbacks(trainer)
+    return not callbacks or type(callbacks[0]).__name__ == "_LRCallback"
 
 
 # Logging --------------------------------------------------------------------------------------------------------------

@@ -36,13 +36,16 @@ def stock_state_of(engine: StepEngine) -> dict[str, Any]:
     return state
 
 
-def load_state(engine: StepEngine, state: dict[str, Any], *, keeps_fallback: bool) -> None:
+def load_state(
+    engine: StepEngine, state: dict[str, Any], *, keeps_fallback: bool, only_precision: bool = False
+) -> None:
     """Take over scale and counters, from stock's state too; what the engine was configured with stays.
 
     Args:
         engine: What to load into.
         state: Of :func:`state_of`, or of a ``GradScaler``.
         keeps_fallback: Whether a run that had moved to a wider precision goes on in it.
+        only_precision: Whether to load nothing else, and no narrower precision than the present one.
 
     Raises:
         ValueError: If the state was written by a later version of the package.
@@ -53,19 +56,23 @@ def load_state(engine: StepEngine, state: dict[str, Any], *, keeps_fallback: boo
             f"The checkpoint's precision state has version {state['version']}, and this lightning_amp_plus"
             f" reads up to {_VERSION}: update the package. Nothing was loaded."
         )
-    usable = 0 < state.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
-    engine.precision = engine.configured_precision
-    if keeps_fallback and _had_moved(state, engine.configured_precision):
+    if not only_precision:
+        engine.precision = engine.configured_precision
+    if keeps_fallback and _had_moved(state, engine.precision):
         engine.precision = state["precision"]
+    if only_precision:
+        return
+    usable = 0 < state.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
     if usable or (engine.scaler is not None and "scale" in state):
         engine.loss_scaler.load_state_dict(state)
+    engine.last_step = None
     counters = dict(state.get("counters", {}))
     engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))
     engine.counters = StepCounters(**counters)
 
 
-def _had_moved(state: dict[str, Any], configured: Precision) -> bool:
+def _had_moved(state: dict[str, Any], present: Precision) -> bool:
     # "auto" may have chosen another precision on other hardware: that is no fallback.
     rungs: tuple[Precision, ...] = get_args(Precision)
     saved = state.get("precision")
-    return saved != state.get("configured_precision") and saved in rungs[rungs.index(configured) :]
+    return saved != state.get("configured_precision") and saved in rungs[rungs.index(present) :]

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class NonFiniteStepError(FloatingPointError):
 Policy = Callable[[StepReport, int], Precision | None]
 """Decides what follows a skipped step that no lower loss scale can help.
 
-It gets the report of the step and how many such steps of its optimizer there were in a row, and returns the precision
-to go on with, or ``None`` to stay.
+It gets the report of the step and how many such steps of its optimizer there were in a row. It returns the precision to
+go on with, which may be the present one, or ``None`` to leave it at that: then ``max_skipped`` in a row raise.
 """
 
 
@@ -82,8 +82,22 @@ class StepEngine:
         self.restart()
 
     def configure(self, precision: Precision) -> None:
-        """Compute in ``precision`` from now on, and after every :meth:`restart`."""
-        self.configured_precision = self.precision = precision
+        """Compute in ``precision`` after every :meth:`restart`, and now, unless the run has moved to a wider one."""
+        rungs: tuple[Precision, ...] = get_args(Precision)
+        has_moved = self.precision != self.configured_precision
+        if not has_moved or rungs.index(self.precision) < rungs.index(precision):
+            self.precision = precision
+        self.configured_precision = precision
+
+    @property
+    def precision(self) -> Precision:
+        """What the steps are computed in now."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self._precision = precision
+        self.loss_scaler.set_enabled(precision == "16-mixed")
 
     def restart(self) -> None:
         """Forget all steps: precision, scale, counters and reports are as in a new engine."""
@@ -103,6 +117,7 @@ class StepEngine:
         self._held.pending.clear()
         self._loss: Tensor | None = None  # finite if all losses since the last step are
         self._loss_is_old = False
+        self._wider: Precision | None = None  # what the next iteration is computed in
         self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
         self._iteration_is_clean: bool | None = None  # None: no step yet whose gradients were scaled
 
@@ -220,18 +235,24 @@ class StepEngine:
             for parameter in gradients.parameters_of(optimizer):
                 parameter.grad = None
         self._held.stepped()
-        report = self._conclude(index, verdict, made_at)
-        if automatic:
-            self.end_iteration()
-        if report.outcome == "skipped":
-            self._answer_skip(report, made_at, trial=trial)
+        report = self._conclude(index, verdict, made_at, counts=has_gradients(optimizer))
+        try:
+            if report.outcome == "skipped":
+                self._answer_skip(report, made_at, trial=trial)
+        finally:
+            if automatic:
+                self.end_iteration()
         return output
 
     def end_iteration(self) -> None:
-        """Let the scale grow when it is due, if all steps of the iteration were applied."""
+        """Let the scale grow when due, if all steps of the iteration were applied; move on to a wider precision."""
         if self._iteration_is_clean and self.scaler is not None:
             self.scaler.record(overflow=False)
         self._iteration_is_clean = None
+        if self._wider is not None:
+            self.precision, self._wider = self._wider, None
+            self.skipped_in_a_row.clear()
+            self._held.pending.clear()  # what is known of gradients that were made in the narrow one
 
     def _evaluate_again(self, optimizer: Optimizer, rerun: Callable[[], Any]) -> Any:
         if self.scaler is not None:
@@ -246,17 +267,17 @@ class StepEngine:
 
     def _evidence(self, pending: Pending | None, automatic: bool) -> Evidence:
         # A hook or a clipping may have replaced an inf that backward left. It is an overflow all the same, as long as a
-        # lower scale may help; where none can, the gradients are what the user made of them, as in fp32.
+        # lower scale or a wider precision may help; else the gradients are what the user made of them, as in fp32.
         return Evidence(
             loss=None if automatic and self._loss_is_old else self._loss,
             loss_counts=automatic,
             backward=None if pending is None else pending.evidence,
-            backward_counts=pending is not None and self._may_help(pending.scale),
+            backward_counts=pending is not None and self._can_be_cured(pending.scale),
         )
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 
-    def _conclude(self, index: int, verdict: Verdict, made_at: float | None) -> StepReport:
+    def _conclude(self, index: int, verdict: Verdict, made_at: float | None, *, counts: bool) -> StepReport:
         outcome: Outcome = "applied" if verdict.non_finite is None else "skipped"
         self.last_step = report = StepReport(
             step=self.counters.applied_steps + self.counters.skipped_steps,
@@ -274,7 +295,8 @@ class StepEngine:
         if outcome == "skipped":
             self._iteration_is_clean = False
             return report
-        self.skipped_in_a_row[index] = 0
+        if counts:  # a step without gradients shows nothing
+            self.skipped_in_a_row[index] = 0
         if self._iteration_is_clean is None and made_at is not None:
             self._iteration_is_clean = True
         return report
@@ -286,44 +308,43 @@ class StepEngine:
                 "scale",
                 logging.INFO,
                 f"Optimizer step {report.step}: the gradients overflowed at loss scale {made_at:g} and the step was"
-                f" skipped; the scale is now {self.loss_scaler.get_scale():g}. This is how the scale is found.",
+                f" skipped; the next one is made at {self.loss_scaler.get_scale():g}. This is how the scale is found.",
             )
             return
-        if trial:
+        if trial or self._wider is not None:
             return
         skipped = self.skipped_in_a_row.get(report.optimizer, 0) + 1
         self.skipped_in_a_row[report.optimizer] = skipped
         what = _WHAT[report.non_finite or "gradients"]
-        wider = None if self.policy is None else self.policy(report, skipped)
-        if wider is not None:
-            self.precision = wider
-            self.skipped_in_a_row.clear()
+        answer = None if self.policy is None else self.policy(report, skipped)
+        if answer is not None and answer != report.precision:
+            self._wider = answer
             self.notify(
                 logging.WARNING,
-                f"{skipped} optimizer steps in a row were skipped in {report.precision!r} because {what}, and no lower"
-                f" loss scale can help: from optimizer step {report.step + 1} on the run computes in {wider!r}.",
+                f"{skipped} optimizer steps in a row were skipped in {report.precision!r} because {what}, and"
+                f" {self._why_not_lower()}: from optimizer step {report.step + 1} on the run computes in {answer!r}.",
             )
             return
-        if skipped >= self.max_skipped:
+        if answer is None and skipped >= self.max_skipped:
             self.skipped_in_a_row[report.optimizer] = 0
             raise NonFiniteStepError(
                 f"{skipped} optimizer steps in a row were skipped because {what} (precision {report.precision!r}, last"
-                f" loss scale {report.scale:g}); the last one was step {report.step}. {self._why_not_lower()}"
-                " None of them changed the weights. Look for inf or NaN in the batches; try a lower learning rate or"
+                f" loss scale {report.scale:g}); the last one was step {report.step}. None of them changed the weights,"
+                f" and {self._why_not_lower()}. Look for inf or NaN in the batches; try a lower learning rate or"
                 " `Trainer(gradient_clip_val=1.0)`; try a wider precision ('bf16-mixed' or '32-true')."
                 f" `max_skipped` (now {self.max_skipped}) sets how many such skips in a row are allowed."
             )
         self._say(
             what,
-            logging.WARNING,
-            f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}). After"
-            f" {self.max_skipped} in a row the fit stops.",
+            logging.WARNING if answer is None else logging.INFO,
+            f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}). "
+            + (f"After {self.max_skipped} in a row the fit stops." if answer is None else "The precision may widen."),
         )
 
     def _why_not_lower(self) -> str:
         if self.scaler is None or self.scaler.loss_scale.dynamic:
-            return "A lower loss scale cannot help."
-        return "LossScale(dynamic=False) keeps the loss scale: a lower init_scale, or dynamic=True, may help."
+            return "no lower loss scale can help"
+        return "LossScale(dynamic=False) keeps the loss scale (a lower init_scale, or dynamic=True, may help)"
 
     def _lower_scale(self, made_at: float) -> bool:
         """Lower the scale, once for all gradients that were made with it; tell whether a lower one is to be tried."""
@@ -336,6 +357,9 @@ class StepEngine:
         """Tell whether a scale below ``scale`` can be had."""
         rules = self.loss_scaler.loss_scale
         return rules.dynamic and scale > rules.min_scale
+
+    def _can_be_cured(self, scale: float) -> bool:
+        return self._may_help(scale) or not self.loss_scaler.loss_scale.dynamic or self.policy is not None
 
     def _say(self, kind: str, level: int, text: str) -> None:
         if kind not in self._said:

@@ -66,9 +66,16 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """
         self.state = next_state(self.loss_scale, self.state, overflow=overflow, at=at)
 
+    def set_enabled(self, enabled: bool) -> None:
+        """Switch scaling on or off; off, the scale is 1, and what was found so far is kept."""
+        self._enabled = enabled
+
     def get_scale(self) -> float:
         """Return what :meth:`scale` multiplies by. It costs no device synchronization."""
-        return self.state.scale if self._scaled_by is None else self._scaled_by
+        return self._scale_now() if self._scaled_by is None else self._scaled_by
+
+    def _scale_now(self) -> float:
+        return self.state.scale if self.is_enabled() else 1.0
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set what the scale is multiplied by when it grows; above 1."""
@@ -147,7 +154,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
                 self._forget_scaling()
             if self._scaled_by is None:
                 limit = FLOAT16_LOSS_MAX_SCALE if outputs.dtype is torch.float16 else LARGEST
-                self._scaled_by = min(self.state.scale, limit)
+                self._scaled_by = min(self._scale_now(), limit)
             scaled = scale_loss(outputs, self._scaled_by)
             self._scaled = weakref.ref(scaled)
             return scaled
@@ -194,7 +201,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
                     f" max_scale={self.loss_scale.max_scale:g}. Widen the bounds in LossScale(...) if you need it."
                 )
             self.state = LossScaleState(scale)
-        elif self._overflows:
+        elif self._overflows and self.is_enabled():
             self.record(overflow=any(self._overflows), at=self._scaled_by)
         self._reset_hand_driven()
 

@@ -51,7 +51,7 @@ def select_precision(device: torch.device) -> PrecisionChoice:
     if device.type == "cpu":
         return _on_cpu(_cpu_flags())
     if device.type == "mps":
-        return _on_mps(_macos_has_bfloat16())
+        return _on_mps(_mps_has_autocast(), _macos_has_bfloat16(), _mps_chip())
     if device.type == "xpu":
         return _on_xpu(_xpu_features(device))
     return PrecisionChoice("32-true", f"it is not known what a device of type {device.type!r} runs natively")
@@ -69,11 +69,14 @@ def select_common_precision(device: torch.device, agree: Agree | None) -> Precis
     if agree is None:
         return choice
     orders: tuple[Precision, ...] = ("bf16-mixed", "16-mixed", "32-true")
-    common = orders[int(agree(torch.tensor([float(orders.index(choice.precision))])).item())]
-    if common == choice.precision:
-        return choice
-    reason = f"{choice.reason}, but the device of another rank is made for {common!r}"
-    return PrecisionChoice(common, reason, choice.emulates_bfloat16)
+    place, emulates = agree(torch.tensor([float(orders.index(choice.precision)), choice.emulates_bfloat16])).tolist()
+    common = orders[int(place)]
+    reason = choice.reason
+    if common != choice.precision:
+        reason += f", but the device of another rank is made for {common!r}"
+    elif emulates and not choice.emulates_bfloat16:
+        reason = "the device of another rank emulates bfloat16"
+    return PrecisionChoice(common, reason, bool(emulates))
 
 
 def _on_cuda(capability: tuple[int, int]) -> PrecisionChoice:
@@ -93,16 +96,24 @@ def _on_rocm(architecture: str) -> PrecisionChoice:
     return PrecisionChoice("16-mixed", f"{architecture} runs float16 natively and emulates bfloat16", True)
 
 
-def _on_cpu(flags: set[str]) -> PrecisionChoice:
+def _on_cpu(flags: set[str] | None) -> PrecisionChoice:
+    if flags is None:
+        return PrecisionChoice("32-true", "this torch does not tell what this CPU runs natively")
     if native := sorted(flags & _CPU_BF16):
         return PrecisionChoice("bf16-mixed", f"this CPU has bfloat16 instructions ({', '.join(native)})")
-    return PrecisionChoice("32-true", "this CPU has no bfloat16 instructions and emulates it, as it does float16", True)
+    return PrecisionChoice("32-true", "this CPU has no bfloat16 instructions and emulates it", True)
 
 
-def _on_mps(has_bfloat16: bool) -> PrecisionChoice:
-    if has_bfloat16:
-        return PrecisionChoice("bf16-mixed", "Metal has bfloat16 from macOS 14 on")
-    return PrecisionChoice("16-mixed", "Metal has no bfloat16 before macOS 14")  # where torch refuses it
+def _on_mps(has_autocast: bool, has_bfloat16: bool, chip: str) -> PrecisionChoice:
+    if not has_autocast:
+        return PrecisionChoice("32-true", "this torch has no autocast for Metal")
+    if not has_bfloat16:
+        return PrecisionChoice("16-mixed", "Metal has no bfloat16 before macOS 14")  # where torch refuses it
+    if not chip:
+        return PrecisionChoice("16-mixed", "this torch does not tell whether the chip multiplies bfloat16")
+    if chip.startswith(("Apple M1", "Apple M2")):
+        return PrecisionChoice("16-mixed", f"{chip} runs float16 natively and emulates bfloat16", True)
+    return PrecisionChoice("bf16-mixed", f"{chip} multiplies bfloat16")
 
 
 def _on_xpu(features: set[str]) -> PrecisionChoice:
@@ -128,13 +139,21 @@ def _macos_has_bfloat16() -> bool:
     return torch.backends.mps.is_macos_or_newer(14, 0)
 
 
+def _mps_has_autocast() -> bool:
+    return torch.amp.is_autocast_available("mps")
+
+
+def _mps_chip() -> str:
+    return torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else ""  # torch tells it since 2.7
+
+
 def _xpu_features(device: torch.device) -> set[str]:
     properties = torch.xpu.get_device_properties(device)
     return {name for name in dir(properties) if name.startswith("has_") and getattr(properties, name) is True}
 
 
-def _cpu_flags() -> set[str]:
+def _cpu_flags() -> set[str] | None:
     if hasattr(torch.cpu, "get_capabilities"):
         return {name for name, value in torch.cpu.get_capabilities().items() if value is True}
     cpuinfo = Path("/proc/cpuinfo")  # torch does not tell before 2.10
-    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else None

@@ -21,14 +21,14 @@ from lightning_amp_plus.checkpoint import load_state, state_of, stock_state_of
 from lightning_amp_plus.engine import Policy, StepEngine
 from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
-from lightning_amp_plus.hardware import select_common_precision, select_precision
+from lightning_amp_plus.hardware import select_common_precision
 from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.mailbox import Mailbox
 from lightning_amp_plus.optimizers import require_scalable
 from lightning_amp_plus.report import Precision, StepCounters, StepReport
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import MixedPrecision as _MixedPrecision
 else:
     _MixedPrecision = object  # the binding of a namespace adds the class itself
@@ -54,7 +54,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             that still lower the loss scale do not count.
 
     Attributes:
-        scaler: The :class:`DynamicLossScaler` in ``"16-mixed"``, else ``None``.
+        scaler: The :class:`DynamicLossScaler` of a run that was started in ``"16-mixed"``, else ``None``.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -94,12 +94,14 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         # Not MixedPrecision.__init__: it refuses "auto" and "32-true" and makes a scaler that asks for CUDA.
         self.device = "cpu"  # until the strategy's is known
         self._asked_for = precision
-        self._chosen_for: str | None = None  # the type of device that the precision was chosen for
+        self._chosen_for: tuple[str, int] | None = None  # the devices that the precision was chosen for
+        self._told: Precision | None = None  # what other callbacks were told that the run computes in
         self._engine = StepEngine(
             "32-true" if precision == "auto" else precision, loss_scale, max_skipped, notify=_notify
         )
         self._others: list[Tensor] = []
         self._is_new = True
+        self._evaluates = self._searches = False
         self._mailbox = Mailbox()
         self._posts = False
 
@@ -123,8 +125,9 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
 
     @property
     def scaler(self) -> DynamicLossScaler | None:  # type: ignore[override]
-        """The loss scaler, where the precision needs one."""
-        return self._up_to_date().scaler
+        """The loss scaler of a run that was started in ``"16-mixed"``; switched off once the run has moved on."""
+        engine = self._up_to_date()
+        return engine.loss_scaler if engine.configured_precision == "16-mixed" else None
 
     @property
     def counters(self) -> StepCounters:
@@ -135,6 +138,11 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
     def last_step(self) -> StepReport | None:
         """What the last optimizer step did; ``None`` before the first."""
         return self._up_to_date().last_step
+
+    @property
+    def max_skipped(self) -> int:
+        """How many steps of one optimizer may be skipped in a row."""
+        return self._engine.max_skipped
 
     @property
     def last_step_skipped(self) -> bool:
@@ -165,39 +173,50 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         # The first hook that gets the LightningModule, in evaluation too, and before a strategy wraps it.
+        self._up_to_date()
         trainer = _lightning.trainer_of(module)
         if trainer is not None:
             device = trainer.strategy.root_device
             self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
             self._posts = trainer.local_rank == 0
             self.device = device.type
-            self._choose_precision(device)
-            if trainer.state.fn == "fit" and not _lightning.is_tuning(trainer):
+            ranks = trainer.world_size
+            self._choose_precision(device, (str(device) if ranks == 1 else device.type, ranks))  # all ranks, or none
+            self._evaluates = trainer.state.fn != "fit"
+            self._searches = _lightning.searches(self.pl, trainer)
+            if not self._evaluates and not _lightning.is_tuning(trainer):
                 if not self._is_new:
                     self._engine.restart()
                 self._is_new = False
-            _lightning.set_compute_dtype(self.pl, trainer, _DTYPES[self._engine.precision])
+            self._tell_precision(trainer)
         return super().convert_module(module)
 
-    def _choose_precision(self, device: torch.device) -> None:
-        if device.type == self._chosen_for:
+    def _choose_precision(self, device: torch.device, devices: tuple[str, int]) -> None:
+        if self._asked_for in ("16-mixed", "32-true") or devices == self._chosen_for:
             return
-        self._chosen_for = device.type
+        had_chosen, self._chosen_for = self._chosen_for is not None, devices
+        choice = select_common_precision(device, self._engine.agree)
         if self._asked_for == "auto":
-            choice = select_common_precision(device, self._engine.agree)
+            if had_chosen and choice.precision == self._engine.configured_precision:
+                return
             self._engine.configure(choice.precision)
             rank_zero_info(f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
-        elif self._asked_for == "bf16-mixed" and (choice := select_precision(device)).emulates_bfloat16:
+        elif choice.emulates_bfloat16 and not had_chosen:
             rank_zero_warn(
                 f"AdaptiveMixedPrecision('bf16-mixed') is slow here: {choice.reason}. {choice.precision!r} is the"
                 " better choice, and the one that 'auto' makes.",
                 category=RuntimeWarning,
             )
 
+    def _tell_precision(self, trainer: Trainer) -> None:
+        if self._told != self._engine.precision:
+            self._told = self._engine.precision
+            _lightning.set_compute_dtype(self.pl, trainer, _DTYPES[self._told])
+
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         names = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
-        if self.scaler is not None:
+        if self._engine.scaler is not None:
             require_scalable(optimizers, names)
         owned = {id(p) for optimizer in optimizers for p in gradients.parameters_of(optimizer)}
         self._others = [p for p in names if id(p) not in owned]
@@ -208,13 +227,15 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         self._engine.release()
         self._others = []
         self._engine.agree = None
+        self.policy = None  # of a callback, which Lightning does not tear down after an error
+        self._told = None
         if self._posts:
             self._mailbox.post((state_of(self._engine), self._engine.last_step, self._chosen_for, self._is_new))
         super().teardown()
 
     def _up_to_date(self) -> StepEngine:
         """Return the engine, which holds what a worker process has left in the meantime."""
-        if (message := self._mailbox.take()) is not None:
+        if (message := self._mailbox.news()) is not None:
             state, last_step, self._chosen_for, self._is_new = message
             self._engine.configured_precision = state["configured_precision"]
             load_state(self._engine, state, keeps_fallback=True)
@@ -236,7 +257,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext() if self._engine.precision == "32-true" else self.autocast_context_manager()
+        return nullcontext() if self._up_to_date().precision == "32-true" else self.autocast_context_manager()
 
     @override
     @contextmanager
@@ -292,7 +313,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             threshold = float(trainer.gradient_clip_val or 0)
             if model.automatic_optimization and threshold > 0:  # stock takes what is below for no clipping
                 clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
-        return self._engine.step(
+        output = self._engine.step(
             optimizer,
             closure,
             index=next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), -1),
@@ -300,9 +321,11 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             hooks=hooks,
             clipping=clipping,
             rerun=partial(self._evaluate_again, optimizer, model, closure),
-            trial=_lightning.is_trial(trainer),
+            trial=self._searches and _lightning.is_trial(trainer),
             **kwargs,
         )
+        self._tell_precision(trainer)
+        return output
 
     def _evaluate_again(self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Any:
         # In manual optimization the closure relies on the autocast of training_step, which ends for optimizer.step().
@@ -337,11 +360,20 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over scale and counters, from stock's ``MixedPrecision`` too; arguments of the constructor stay.
 
+        With a callback that decides on the precision, a run that had moved to a wider one goes on in it; that is all
+        that is loaded for an evaluation.
+
         Raises:
             ValueError: If the state was written by a later version of the package.
 
         """
-        load_state(self._up_to_date(), state_dict, keeps_fallback=self.policy is not None)
+        load_state(
+            self._up_to_date(),
+            state_dict,
+            keeps_fallback=self.policy is not None or self._searches,
+            only_precision=self._evaluates,
+        )
+        self._is_new = self._is_new and not self._evaluates
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -5,17 +5,11 @@ This file is its own worker: ``ranks`` starts it twice, and each of the two runs
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import socket
-import subprocess
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,16 +22,15 @@ import pytest
 import torch
 from helpers import PRECISIONS, ROW, Exact, factors, loader, make_trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from ranks import Ranks, work
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-import lightning_amp_plus
 from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, NonFiniteStepError
 from lightning_amp_plus.report import Precision
 
-TIME_LIMIT = 240  # seconds for all jobs of a strategy, which take a tenth of it on two free cores
 SCALE = 2.0**10
 STEPS = ((1.0, 3.0), (2.0, 2.0), (4.0, 2.0), (1.0, 1.0))
 """The multiples of ``ROW`` that the two ranks get in each step. The second step is the one with the fault."""
@@ -310,78 +303,12 @@ def jobs(kind: Kind) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "reader", partial(run_with_reader, kind)  # the last, since the ranks may miss each other
 
 
-def work(kind: Kind, folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name, job in jobs(kind):
-        try:
-            result = job()
-        except Exception:
-            result = {"error": traceback.format_exc()[-2000:]}
-        with open(folder / f"{os.environ['LOCAL_RANK']}.jsonl", "a") as file:
-            file.write(json.dumps([name, result]) + "\n")
-
-
 # In pytest -----------------------------------------------------------------------------------------------------------
-
-Results = dict[Kind, dict[str, list[dict[str, Any]]]]
-
-
-def start(kind: Kind, folder: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    path = os.pathsep.join(
-        filter(None, [str(Path(lightning_amp_plus.__file__).parents[1]), os.environ.get("PYTHONPATH")])
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": "2",
-        "NODE_RANK": "0",
-    }
-    command = [sys.executable, __file__, kind, str(folder)]
-    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
-    return [subprocess.Popen(command, env={**environment, "LOCAL_RANK": rank}, **options) for rank in "01"]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind, str], list[dict[str, Any]]]:
-    """What the two ranks found in a job. A job that hung, and all after it, have found nothing."""
-    results: Results = {}
-    errors: dict[Kind, str] = {}
-
-    def found(kind: Kind, name: str) -> list[dict[str, Any]]:
-        if kind not in results:
-            folder = tmp_path_factory.mktemp(kind)
-            processes = start(kind, folder)
-            errors[kind] = ""
-            end = time.monotonic() + TIME_LIMIT
-            for process in processes:
-                try:
-                    errors[kind] += process.communicate(timeout=max(end - time.monotonic(), 1))[1][-2000:]
-                except subprocess.TimeoutExpired:
-                    errors[kind] += f"no end after {TIME_LIMIT} s"
-            for process in processes:
-                process.kill()
-            results[kind] = {}
-            for rank in "01":
-                with suppress(FileNotFoundError), open(folder / f"{rank}.jsonl") as file:
-                    for job, result in map(json.loads, file):
-                        results[kind].setdefault(job, []).append(result)
-        both = results[kind].get(name, [])
-        assert len(both) == 2, f"{len(both)} of 2 ranks came to an end: {errors[kind]}"
-        for result in both:
-            assert "error" not in result, result["error"]
-        return both
-
-    return found
-
-
-Ranks = Callable[[Kind, str], list[dict[str, Any]]]
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return Ranks(__file__, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -472,4 +399,4 @@ def test_monitor_lets_one_rank_read_the_metrics_alone(ranks: Ranks, kind: Kind) 
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], Path(sys.argv[2]))  # type: ignore[arg-type]
+    work(jobs)

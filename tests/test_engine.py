@@ -60,7 +60,7 @@ def close(actual: Any, expected: Any) -> None:
 
 
 def scale_of(engine: StepEngine) -> float:
-    return engine.loss_scaler.get_scale()
+    return engine.loss_scaler.state.scale
 
 
 class _WithGradient(torch.autograd.Function):

@@ -57,8 +57,11 @@ class PrecisionFallbackMixin(Callback):
         return next((rung for rung in self.ladder if rungs.index(rung) > rungs.index(precision)), None)
 
     def decide(self, report: StepReport, skipped: int) -> Precision | None:
-        """Return the precision to go on with after ``skipped`` failing steps in a row, or ``None`` to stay."""
-        return self.next_rung(report.precision) if skipped >= self.patience else None
+        """Return the precision to go on with after ``skipped`` failing steps in a row; ``None`` on the last rung."""
+        if report.non_finite == "hook":
+            return None
+        wider = self.next_rung(report.precision)
+        return wider if wider is None or skipped >= self.patience else report.precision
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -54,6 +54,7 @@ class AMPMonitorMixin(Callback):
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
         self._seen: StepReport | None = None
+        self._is_first = True
         self._skipped = 0
         self._logged: list[str] = []
 
@@ -63,14 +64,15 @@ class AMPMonitorMixin(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen = None
+        self._seen = _plugin_of(trainer).last_step
+        self._is_first = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._logged:
             _lightning.forget_logged(trainer, "on_train_batch_end", self._logged)
             self._logged = []
-        if not trainer.barebones and (self._seen is None or _lightning.logs_this_step(trainer)):
+        if not trainer.barebones and (self._is_first or _lightning.logs_this_step(trainer)):
             _plugin_of(trainer).request_grad_norm()
 
     @override
@@ -81,14 +83,14 @@ class AMPMonitorMixin(Callback):
         report = plugin.last_step
         if trainer.barebones or report is None or report is self._seen:
             return  # no optimizer step in this batch
-        is_first, self._seen = self._seen is None, report
+        is_first, self._is_first, self._seen = self._is_first, False, report
         skipped, self._skipped = self._skipped, plugin.counters.skipped_steps
         if is_first or self._skipped > skipped or _lightning.logs_this_step(trainer):
             self._log(trainer, pl_module, report, on_epoch=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.barebones and self._seen is not None:
+        if not trainer.barebones and self._seen is not None and not self._is_first:
             self._log(trainer, pl_module, self._seen, on_epoch=True)
 
     def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, *, on_epoch: bool) -> None:
