@@ -18,7 +18,15 @@ from lightning_amp_plus.hardware import PrecisionChoice, select_common_precision
 from lightning_amp_plus.report import Precision
 
 real_cpu_flags = hardware._cpu_flags  # conftest.py replaces it in every test
-PROBES = ("_cuda_capability", "_rocm_architecture", "_macos_has_bfloat16", "_xpu_features", "_cpu_flags")
+PROBES = (
+    "_cuda_capability",
+    "_rocm_architecture",
+    "_mps_has_autocast",
+    "_macos_has_bfloat16",
+    "_mps_chip",
+    "_xpu_features",
+    "_cpu_flags",
+)
 
 Row = tuple[str, str, Any, Precision, str, bool]
 
@@ -29,7 +37,13 @@ _NEITHER = "compute capability {} runs float16 slower than float32 and emulates 
 _AMD = "{} has bfloat16 matrix instructions"
 _OLD_AMD = "{} runs float16 natively and emulates bfloat16"
 _CPU = "this CPU has bfloat16 instructions ({})"
-_OLD_CPU = "this CPU has no bfloat16 instructions and emulates it, as it does float16"
+_OLD_CPU = "this CPU has no bfloat16 instructions and emulates it"
+_UNREADABLE_CPU = "this torch does not tell what this CPU runs natively"
+_METAL = "{} multiplies bfloat16"
+_OLD_METAL = "{} runs float16 natively and emulates bfloat16"
+_OLD_MACOS = "Metal has no bfloat16 before macOS 14"
+_NAMELESS = "this torch does not tell whether the chip multiplies bfloat16"
+_NO_AUTOCAST = "this torch has no autocast for Metal"
 _UNKNOWN = "it is not known what a device of type '{}' runs natively"
 
 # fmt: off
@@ -60,8 +74,21 @@ ROWS: list[Row] = [
     ("RX 7900", "rocm", "gfx1100", "bf16-mixed", _AMD.format("gfx1100"), False),
     ("Strix Halo", "rocm", "gfx1151", "bf16-mixed", _AMD.format("gfx1151"), False),
     ("RX 9070", "rocm", "gfx1201", "bf16-mixed", _AMD.format("gfx1201"), False),
-    ("macOS 14", "mps", True, "bf16-mixed", "Metal has bfloat16 from macOS 14 on", False),
-    ("macOS 13", "mps", False, "16-mixed", "Metal has no bfloat16 before macOS 14", False),
+    # whether torch has autocast, whether macOS has bfloat16, the chip
+    ("Mac, M1", "mps", (True, True, "Apple M1"), "16-mixed", _OLD_METAL.format("Apple M1"), True),
+    ("Mac, M1 Max", "mps", (True, True, "Apple M1 Max"), "16-mixed", _OLD_METAL.format("Apple M1 Max"), True),
+    ("Mac, M2", "mps", (True, True, "Apple M2"), "16-mixed", _OLD_METAL.format("Apple M2"), True),
+    ("Mac, M2 Ultra", "mps", (True, True, "Apple M2 Ultra"), "16-mixed", _OLD_METAL.format("Apple M2 Ultra"), True),
+    ("Mac, M3", "mps", (True, True, "Apple M3"), "bf16-mixed", _METAL.format("Apple M3"), False),
+    ("Mac, M4 Pro", "mps", (True, True, "Apple M4 Pro"), "bf16-mixed", _METAL.format("Apple M4 Pro"), False),
+    ("Mac, M5", "mps", (True, True, "Apple M5"), "bf16-mixed", _METAL.format("Apple M5"), False),
+    ("Mac, no name", "mps", (True, True, ""), "16-mixed", _NAMELESS, False),
+    ("macOS 13, M1", "mps", (True, False, "Apple M1"), "16-mixed", _OLD_MACOS, False),
+    ("macOS 13, M3", "mps", (True, False, "Apple M3"), "16-mixed", _OLD_MACOS, False),
+    ("macOS 13, no name", "mps", (True, False, ""), "16-mixed", _OLD_MACOS, False),
+    ("Metal without autocast, M1", "mps", (False, True, "Apple M1"), "32-true", _NO_AUTOCAST, False),
+    ("Metal without autocast, M3", "mps", (False, True, "Apple M3"), "32-true", _NO_AUTOCAST, False),
+    ("Metal without autocast, macOS 13", "mps", (False, False, ""), "32-true", _NO_AUTOCAST, False),
     ("Arc, Max", "xpu", {"has_fp16", "has_bfloat16_conversions"}, "bf16-mixed",
      "this XPU converts bfloat16 in hardware", False),
     ("Iris Xe", "xpu", {"has_fp16", "has_fp64"}, "16-mixed",
@@ -78,17 +105,18 @@ ROWS: list[Row] = [
     ("Graviton 3", "cpu", {"neon", "bf16", "sve", "sve_bf16"}, "bf16-mixed", _CPU.format("bf16, sve_bf16"), False),
     ("Apple M2", "cpu", {"neon", "bf16"}, "bf16-mixed", _CPU.format("bf16"), False),
     ("Raspberry Pi 4", "cpu", {"neon", "crc32"}, "32-true", _OLD_CPU, True),
-    ("unknown CPU", "cpu", set(), "32-true", _OLD_CPU, True),
+    ("a CPU without flags", "cpu", set(), "32-true", _OLD_CPU, True),
+    ("unreadable CPU", "cpu", None, "32-true", _UNREADABLE_CPU, False),
     ("meta", "meta", None, "32-true", _UNKNOWN.format("meta"), False),
     ("Gaudi", "hpu", None, "32-true", _UNKNOWN.format("hpu"), False),
 ]
 # fmt: on
-_OWN_PROBE = {
-    "cuda": "_cuda_capability",
-    "rocm": "_rocm_architecture",
-    "mps": "_macos_has_bfloat16",
-    "xpu": "_xpu_features",
-    "cpu": "_cpu_flags",
+_OWN_PROBES = {
+    "cuda": ["_cuda_capability"],
+    "rocm": ["_rocm_architecture"],
+    "mps": ["_mps_has_autocast", "_macos_has_bfloat16", "_mps_chip"],
+    "xpu": ["_xpu_features"],
+    "cpu": ["_cpu_flags"],
 }
 
 
@@ -108,18 +136,24 @@ def test_the_choice_for_a_device_which_alone_is_asked(
     emulates: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked_about: list[tuple[Any, ...]] = []
+    asked: list[tuple[Any, ...]] = []
 
-    def answer(*device: Any) -> Any:
-        asked_about.append(device)
-        return found
+    def answers(probe: str, found_by_it: Any) -> Callable[..., Any]:
+        def answer(*device: Any) -> Any:
+            asked.append((probe, *device))
+            return found_by_it
 
+        return answer
+
+    own = _OWN_PROBES.get(kind, [])
     for probe in PROBES:
-        monkeypatch.setattr(hardware, probe, answer if _OWN_PROBE.get(kind) == probe else refuse)
+        monkeypatch.setattr(hardware, probe, refuse)
+    for probe, found_by_it in zip(own, found if kind == "mps" else [found], strict=False):
+        monkeypatch.setattr(hardware, probe, answers(probe, found_by_it))
     monkeypatch.setattr(torch.version, "hip", "6.4" if kind == "rocm" else None)
     device = torch.device({"rocm": "cuda:1", "cuda": "cuda:1", "xpu": "xpu:1"}.get(kind, kind))
     assert select_precision(device) == PrecisionChoice(precision, reason, emulates)
-    assert asked_about == {"cpu": [()], "mps": [()], "meta": [], "hpu": []}.get(kind, [(device,)])
+    assert asked == [(probe,) if kind in ("cpu", "mps") else (probe, device) for probe in own]
 
 
 def test_the_reason_does_not_deny_the_float16_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +168,7 @@ def test_a_cpu_that_nobody_knows_is_not_said_to_emulate(monkeypatch: pytest.Monk
     monkeypatch.setattr(hardware, "Path", lambda _: Path("/nowhere"))
     monkeypatch.setattr(hardware, "_cpu_flags", real_cpu_flags)
     choice = select_precision(torch.device("cpu"))
-    assert choice.precision == "32-true"
-    assert not choice.emulates_bfloat16
+    assert choice == PrecisionChoice("32-true", _UNREADABLE_CPU, False)
 
 
 def test_nothing_is_probed_before_a_device_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +176,9 @@ def test_nothing_is_probed_before_a_device_is_asked_about(monkeypatch: pytest.Mo
         (torch.cuda, "get_device_capability"),
         (torch.cuda, "get_device_properties"),
         (torch.xpu, "get_device_properties"),
+        (torch.amp, "is_autocast_available"),
         (torch.backends.mps, "is_macos_or_newer"),
+        (torch.backends.mps, "get_name"),
         (torch.cpu, "get_capabilities"),
     ):
         monkeypatch.setattr(module, function, refuse, raising=False)
@@ -159,7 +194,7 @@ def test_nothing_is_probed_before_a_device_is_asked_about(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="torch before 2.10")
 def test_the_probe_of_this_cpu_says_what_torch_says() -> None:
-    flags, told = real_cpu_flags(), torch.cpu.get_capabilities()
+    flags, told = real_cpu_flags() or set(), torch.cpu.get_capabilities()
     assert flags == {name for name in told if told[name] is True}
     assert flags  # no CPU that runs the tests has nothing at all
 
@@ -202,14 +237,15 @@ def test_both_probes_choose_the_same_for_this_cpu(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hardware, "_cpu_flags", real_cpu_flags)
     told = select_precision(torch.device("cpu"))
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert real_cpu_flags() & {"fpu", "asimd", "flags", "Features"}  # the words of Linux
+    words = real_cpu_flags() or set()
+    assert words & {"fpu", "asimd", "flags", "Features"}  # of Linux
     assert select_precision(torch.device("cpu")).precision == told.precision
 
 
 def test_without_cpuinfo_there_are_no_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(hardware, "Path", lambda _: tmp_path / "none")
-    assert real_cpu_flags() == set()
+    assert real_cpu_flags() is None
 
 
 def test_the_probes_of_accelerators_ask_torch_about_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,23 +264,47 @@ def test_the_probes_of_accelerators_ask_torch_about_the_device(monkeypatch: pyte
     monkeypatch.setattr(torch.xpu, "get_device_properties", table(**xpu))
     assert hardware._xpu_features(torch.device("xpu:3")) == {"has_fp16"}
 
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: version <= (14, 0))
-    assert select_precision(torch.device("mps")).precision == "bf16-mixed"
-    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: version < (14, 0))
-    assert select_precision(torch.device("mps")).precision == "16-mixed"
+
+@pytest.mark.parametrize(
+    ("autocast_on", "macos", "chip", "precision", "reason"),
+    [
+        ({"cpu", "cuda", "mps"}, (14, 0), "Apple M3 Pro", "bf16-mixed", _METAL.format("Apple M3 Pro")),
+        ({"mps"}, (15, 1), "Apple M4", "bf16-mixed", _METAL.format("Apple M4")),
+        ({"mps"}, (15, 1), "Apple M2", "16-mixed", _OLD_METAL.format("Apple M2")),
+        ({"mps"}, (15, 1), None, "16-mixed", _NAMELESS),  # torch before 2.7
+        ({"mps"}, (13, 7), "Apple M3", "16-mixed", _OLD_MACOS),
+        ({"cpu", "cuda"}, (15, 1), "Apple M3", "32-true", _NO_AUTOCAST),
+    ],
+)
+def test_the_probes_of_metal_ask_torch(
+    autocast_on: set[str],
+    macos: tuple[int, int],
+    chip: str | None,
+    precision: Precision,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: kind in autocast_on)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: macos >= version)
+    if chip is None:
+        monkeypatch.delattr(torch.backends.mps, "get_name", raising=False)
+    else:
+        monkeypatch.setattr(torch.backends.mps, "get_name", lambda: chip, raising=False)
+    choice = select_precision(torch.device("mps"))
+    assert (choice.precision, choice.reason) == (precision, reason)
 
 
 # All ranks ------------------------------------------------------------------------------------------------------------
 
 A100, V100, GTX_1080 = (8, 0), (7, 0), (6, 1)
+OLD_CPU = {"avx2"}
 
 
 def choose_on_ranks(
-    capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
-) -> list[PrecisionChoice]:
-    """What ``select_common_precision`` returns on each rank, where the ranks have exchanged what they handed over."""
+    device: torch.device, probe: str, found: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[PrecisionChoice], list[PrecisionChoice]]:
+    """What each rank chooses alone, and together: where the ranks have exchanged what they handed over."""
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(hardware, "_cuda_capability", lambda device: capabilities[device.index])
     votes: list[Tensor] = []
 
     def hand_over(vote: Tensor) -> Tensor:
@@ -252,37 +312,57 @@ def choose_on_ranks(
         votes.append(vote)
         return vote
 
-    devices = [torch.device("cuda", index) for index in range(len(capabilities))]
-    for device in devices:
-        select_common_precision(device, hand_over)
-    assert len(votes) == len(devices)  # each hands over once, whatever its device
-    return [select_common_precision(device, lambda _: torch.stack(votes).amax(0)) for device in devices]
+    def on_all(agree: Callable[[Tensor], Tensor] | None) -> list[PrecisionChoice]:
+        choices = []
+        for found_here in found:
+            monkeypatch.setattr(hardware, probe, lambda *_, found_here=found_here: found_here)
+            choices.append(select_common_precision(device, agree))
+        return choices
+
+    alone = on_all(None)
+    assert on_all(hand_over) == alone  # hears nobody else
+    assert len(votes) == len(found)  # each hands over once, whatever its device
+    return alone, on_all(lambda _: torch.stack(votes).amax(0))
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "precision"),
+    ("capabilities", "precision", "emulates"),
     [
-        ((A100, A100), "bf16-mixed"),
-        ((V100, V100), "16-mixed"),
-        ((A100, V100), "16-mixed"),
-        ((V100, A100), "16-mixed"),
-        ((A100, GTX_1080), "32-true"),
-        ((GTX_1080, V100), "32-true"),
-        ((A100, V100, GTX_1080), "32-true"),
+        ((A100, A100), "bf16-mixed", False),
+        ((V100, V100), "16-mixed", True),
+        ((A100, V100), "16-mixed", True),
+        ((V100, A100), "16-mixed", True),
+        ((A100, GTX_1080), "32-true", True),
+        ((GTX_1080, V100), "32-true", True),
+        ((A100, V100, GTX_1080), "32-true", True),
     ],
 )
 def test_ranks_agree_on_what_all_run_natively(
-    capabilities: tuple[tuple[int, int], ...], precision: Precision, monkeypatch: pytest.MonkeyPatch
+    capabilities: tuple[tuple[int, int], ...], precision: Precision, emulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = choose_on_ranks(capabilities, monkeypatch)
-    assert [choice.precision for choice in choices] == [precision] * len(capabilities)
-    for index, choice in enumerate(choices):
-        alone = select_precision(torch.device("cuda", index))
-        assert choice.emulates_bfloat16 is alone.emulates_bfloat16
-        if alone.precision == precision:
-            assert choice == alone
-        else:
-            assert choice.reason == f"{alone.reason}, but the device of another rank is made for '{precision}'"
+    alone, together = choose_on_ranks(torch.device("cuda"), "_cuda_capability", capabilities, monkeypatch)
+    for own, choice in zip(alone, together, strict=True):
+        note = f", but the device of another rank is made for '{precision}'" if own.precision != precision else ""
+        assert choice == PrecisionChoice(precision, own.reason + note, emulates)
+
+
+def test_ranks_of_the_same_precision_agree_on_whether_bfloat16_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank cannot tell what its CPU runs, the other can: both warn of an explicit "bf16-mixed", or neither."""
+    alone, together = choose_on_ranks(torch.device("cpu"), "_cpu_flags", (None, OLD_CPU), monkeypatch)
+    assert [choice.emulates_bfloat16 for choice in alone] == [False, True]
+    assert together == [
+        PrecisionChoice("32-true", "the device of another rank emulates bfloat16", True),
+        PrecisionChoice("32-true", _OLD_CPU, True),
+    ]
+
+
+def test_ranks_that_do_not_emulate_stay_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, together = choose_on_ranks(torch.device("cpu"), "_cpu_flags", (None, {"amx_bf16"}), monkeypatch)
+    note = ", but the device of another rank is made for '32-true'"
+    assert together == [
+        alone[0],
+        PrecisionChoice("32-true", _CPU.format("amx_bf16") + note, False),
+    ]
 
 
 def test_one_process_decides_alone() -> None:
