@@ -226,12 +226,12 @@ def main() -> None:
 
     history = read_history(Path(logger.log_dir))
     picture = Path(logger.log_dir) / "digits.png"
-    asked_for = arguments.precision if arguments.precision != "auto" else f"auto: {plugin.precision}"
-    plot(history, f"{asked_for}{', hot' if arguments.hot else ''}{', stock' if arguments.stock else ''}", picture)
+    began_in = history.fallbacks[0][1] if history.fallbacks else plugin.precision
+    began_in += " (stock)" if arguments.stock else " (auto)" if arguments.precision == "auto" else ""
+    plot(history, f"{began_in}{', hot' if arguments.hot else ''}", picture)
 
-    chosen_by = " (stock)" if arguments.stock else " (auto)" if arguments.precision == "auto" else ""
-    fallbacks = [f"from {old} at step {step}" for step, old, _ in history.fallbacks]
-    print(f"precision    {plugin.precision}{chosen_by}\nfell back    {', '.join(fallbacks) or 'never'}")
+    fallbacks = [f"to {new} at step {step}" for step, _, new in history.fallbacks]
+    print(f"precision    {began_in}\nfell back    {', '.join(fallbacks) or 'never'}")
     print(f"applied      {len(history.losses) - len(history.skipped)}\nskipped      {len(history.skipped)}")
     print(f"final scale  {history.scales[-1]:.8g}\naccuracy     {accuracy:.4f}\nseconds      {seconds:.1f}")
     print(f"picture      {picture}")

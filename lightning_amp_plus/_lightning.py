@@ -26,6 +26,11 @@ def trainer_of(module: Module) -> Trainer | None:
     return getattr(module, "_trainer", None)
 
 
+def is_spawned(pl: ModuleType, trainer: Trainer) -> bool:
+    """Tell whether this process was started for the run by Lightning, and ends with it."""
+    return isinstance(trainer.strategy.launcher, pl.strategies.launchers.multiprocessing._MultiProcessingLauncher)
+
+
 # User code ------------------------------------------------------------------------------------------------------------
 
 
@@ -92,13 +97,13 @@ def is_tuning(trainer: Trainer) -> bool:
     return any(getattr(callback, "_early_exit", False) for callback in _callbacks(trainer))
 
 
-def is_trial(trainer: Trainer) -> bool:
+def is_trial(pl: ModuleType, trainer: Trainer) -> bool:
     """Tell whether a step of a run that :func:`searches` belongs to the search, which undoes it.
 
     The finders take the callbacks away for that time; that of the learning rate wants to see the loss diverge.
     """
     callbacks = _callbacks(trainer)
-    return not callbacks or type(callbacks[0]).__name__ == "_LRCallback"
+    return not callbacks or isinstance(callbacks[0], pl.tuner.lr_finder._LRCallback)
 
 
 # Logging --------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 from lightning_amp_plus.engine import StepEngine
-from lightning_amp_plus.report import Precision, StepCounters
+from lightning_amp_plus.report import PRECISIONS, Precision, StepCounters, is_wider
 
 _VERSION = 1
 
@@ -56,15 +56,15 @@ def load_state(
             f"The checkpoint's precision state has version {state['version']}, and this lightning_amp_plus"
             f" reads up to {_VERSION}: update the package. Nothing was loaded."
         )
-    if not only_precision:
-        engine.precision = engine.configured_precision
-    if keeps_fallback and _had_moved(state, engine.precision):
-        engine.precision = state["precision"]
+    precision = engine.precision if only_precision else engine.configured_precision
+    if keeps_fallback and _had_moved(state, precision):
+        precision = state["precision"]
+    usable = 0 < state.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
+    if not only_precision and (usable or (precision == "16-mixed" and "scale" in state)):
+        engine.loss_scaler.load_state_dict(state)  # first, since it may refuse
+    engine.precision = precision
     if only_precision:
         return
-    usable = 0 < state.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
-    if usable or (engine.scaler is not None and "scale" in state):
-        engine.loss_scaler.load_state_dict(state)
     engine.last_step = None
     counters = dict(state.get("counters", {}))
     engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))
@@ -73,6 +73,5 @@ def load_state(
 
 def _had_moved(state: dict[str, Any], present: Precision) -> bool:
     # "auto" may have chosen another precision on other hardware: that is no fallback.
-    rungs: tuple[Precision, ...] = get_args(Precision)
     saved = state.get("precision")
-    return saved != state.get("configured_precision") and saved in rungs[rungs.index(present) :]
+    return saved in PRECISIONS and saved != state.get("configured_precision") and is_wider(saved, present)

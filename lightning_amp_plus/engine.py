@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from lightning_amp_plus.finish import Clipping, Verdict, finish
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.held import HeldGradients, Pending, has_gradients
 from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, LossScale, scale_loss
-from lightning_amp_plus.report import Outcome, Place, Precision, StepCounters, StepReport
+from lightning_amp_plus.report import Outcome, Place, Precision, StepCounters, StepReport, is_wider
 
 _log = logging.getLogger(__name__)
 
@@ -83,9 +83,8 @@ class StepEngine:
 
     def configure(self, precision: Precision) -> None:
         """Compute in ``precision`` after every :meth:`restart`, and now, unless the run has moved to a wider one."""
-        rungs: tuple[Precision, ...] = get_args(Precision)
         has_moved = self.precision != self.configured_precision
-        if not has_moved or rungs.index(self.precision) < rungs.index(precision):
+        if not (has_moved and is_wider(self.precision, precision)):
             self.precision = precision
         self.configured_precision = precision
 
@@ -311,7 +310,11 @@ class StepEngine:
                 f" skipped; the next one is made at {self.loss_scaler.get_scale():g}. This is how the scale is found.",
             )
             return
-        if trial or self._wider is not None:
+        if self._wider is not None:
+            return
+        if trial:
+            what = _WHAT[report.non_finite or "gradients"]
+            self._say("trial", logging.INFO, f"Steps of the search were skipped in {report.precision!r}: {what}.")
             return
         skipped = self.skipped_in_a_row.get(report.optimizer, 0) + 1
         self.skipped_in_a_row[report.optimizer] = skipped
@@ -331,11 +334,11 @@ class StepEngine:
                 f"{skipped} optimizer steps in a row were skipped because {what} (precision {report.precision!r}, last"
                 f" loss scale {report.scale:g}); the last one was step {report.step}. None of them changed the weights,"
                 f" and {self._why_not_lower()}. Look for inf or NaN in the batches; try a lower learning rate or"
-                " `Trainer(gradient_clip_val=1.0)`; try a wider precision ('bf16-mixed' or '32-true')."
+                f" `Trainer(gradient_clip_val=1.0)`{_WIDER[report.precision]}."
                 f" `max_skipped` (now {self.max_skipped}) sets how many such skips in a row are allowed."
             )
         self._say(
-            what,
+            f"{what}, {answer is None}",
             logging.WARNING if answer is None else logging.INFO,
             f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}). "
             + (f"After {self.max_skipped} in a row the fit stops." if answer is None else "The precision may widen."),
@@ -367,6 +370,11 @@ class StepEngine:
             self.notify(level, text)
 
 
+_WIDER: dict[Precision, str] = {
+    "16-mixed": "; try a wider precision ('bf16-mixed' or '32-true')",
+    "bf16-mixed": "; try a wider precision ('32-true')",
+    "32-true": "; no precision is wider",
+}
 _WHAT: dict[Place, str] = {
     "loss": "the loss held inf or NaN",
     "gradients": "the gradients held inf or NaN",

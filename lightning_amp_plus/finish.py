@@ -90,6 +90,7 @@ def finish(
     in_kernel = in_kernel and factor > optimizers.SMALLEST_FACTOR
     if factor != 1 and not in_kernel:
         gradients.multiply_(grads, factor)
+        held.scale = 1.0
     if max_value is not None:
         gradients.clip_value_(grads, max_value)
     norm = shown_norm if wants_norm or clipping is None else found.value

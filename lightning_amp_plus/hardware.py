@@ -68,7 +68,7 @@ def select_common_precision(device: torch.device, agree: Agree | None) -> Precis
     choice = select_precision(device)
     if agree is None:
         return choice
-    orders: tuple[Precision, ...] = ("bf16-mixed", "16-mixed", "32-true")
+    orders: tuple[Precision, ...] = ("bf16-mixed", "16-mixed", "32-true")  # from what the fewest run
     place, emulates = agree(torch.tensor([float(orders.index(choice.precision)), choice.emulates_bfloat16])).tolist()
     common = orders[int(place)]
     reason = choice.reason

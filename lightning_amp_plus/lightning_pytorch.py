@@ -15,7 +15,7 @@ from lightning_amp_plus.report import StepReport as StepReport
 
 class AdaptiveMixedPrecision(AdaptiveMixedPrecisionMixin, MixedPrecision):
     __doc__ = AdaptiveMixedPrecisionMixin.__doc__
-    pl = pl
+    _pl = pl
 
 
 class PrecisionFallback(PrecisionFallbackMixin, pl.Callback):

@@ -19,7 +19,7 @@ class Mailbox:
     """A box with room for one message of almost 64 KiB, which the last one posted replaces.
 
     Whoever holds the box sees each message once, but for its own. A forked process and a process that is started with
-    the box hold the same one; any other copy is a new box.
+    the box hold the same one; any other copy is a new box. There is no lock: nobody may look while another posts.
     """
 
     def __init__(self) -> None:

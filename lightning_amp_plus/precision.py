@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -25,7 +26,7 @@ from lightning_amp_plus.hardware import select_common_precision
 from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.mailbox import Mailbox
 from lightning_amp_plus.optimizers import require_scalable
-from lightning_amp_plus.report import Precision, StepCounters, StepReport
+from lightning_amp_plus.report import PRECISIONS, Precision, StepCounters, StepReport, is_wider
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 else:
     _MixedPrecision = object  # the binding of a namespace adds the class itself
 
-_PRECISIONS: tuple[Literal["auto"] | Precision, ...] = ("auto", *get_args(Precision))
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 
@@ -69,8 +69,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
 
     """
 
-    pl: ModuleType
-    """The namespace that this class is bound to: ``lightning.pytorch`` or ``pytorch_lightning``."""
+    _pl: ModuleType  # the namespace that the class is bound to: lightning.pytorch or pytorch_lightning
 
     def __init__(
         self,
@@ -78,9 +77,9 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         loss_scale: LossScale | None = None,
         max_skipped: int = 10,
     ) -> None:
-        if precision not in _PRECISIONS:
+        if precision not in ("auto", *PRECISIONS):
             raise ValueError(
-                f"AdaptiveMixedPrecision(precision={precision!r}): it must be one of {', '.join(_PRECISIONS)}."
+                f"AdaptiveMixedPrecision(precision={precision!r}): it must be 'auto' or one of {', '.join(PRECISIONS)}."
             )
         if not isinstance(max_skipped, int) or isinstance(max_skipped, bool) or max_skipped < 1:
             raise ValueError(
@@ -94,7 +93,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         # Not MixedPrecision.__init__: it refuses "auto" and "32-true" and makes a scaler that asks for CUDA.
         self.device = "cpu"  # until the strategy's is known
         self._asked_for = precision
-        self._chosen_for: tuple[str, int] | None = None  # the devices that the precision was chosen for
+        self._chosen_for: str | None = None  # the device that the precision was chosen for
         self._told: Precision | None = None  # what other callbacks were told that the run computes in
         self._engine = StepEngine(
             "32-true" if precision == "auto" else precision, loss_scale, max_skipped, notify=_notify
@@ -103,17 +102,17 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         self._is_new = True
         self._evaluates = self._searches = False
         self._mailbox = Mailbox()
-        self._posts = False
+        self._posts = self._is_running = False
 
     def __repr__(self) -> str:
         # The Trainer prints it when it refuses a plugin of the other namespace.
         other, module = (
             ("pytorch_lightning", "lightning_amp_plus.pytorch_lightning")
-            if self.pl.__name__ == "lightning.pytorch"
+            if self._pl.__name__ == "lightning.pytorch"
             else ("lightning.pytorch", "lightning_amp_plus")
         )
         return (
-            f"{type(self).__name__}({str(self.precision)!r}), made for a Trainer of {self.pl.__name__} (for one of"
+            f"{type(self).__name__}({str(self.precision)!r}), made for a Trainer of {self._pl.__name__} (for one of"
             f" {other} import it from {module})"
         )
 
@@ -151,8 +150,9 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
 
     @property
     def policy(self) -> Policy | None:
-        """What decides on a wider precision after a step that no lower loss scale can help; set by a callback.
+        """What decides on a wider precision after a step that no lower loss scale can help.
 
+        A callback sets it in its ``setup``, for one run: it is gone when that ends.
         With one set, a checkpoint of a run that has moved on is resumed in the precision it had moved to.
         """
         return self._engine.policy
@@ -178,12 +178,12 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         if trainer is not None:
             device = trainer.strategy.root_device
             self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
-            self._posts = trainer.local_rank == 0
+            self._posts = trainer.local_rank == 0 and _lightning.is_spawned(self._pl, trainer)
+            self._is_running = True
             self.device = device.type
-            ranks = trainer.world_size
-            self._choose_precision(device, (str(device) if ranks == 1 else device.type, ranks))  # all ranks, or none
+            self._choose_precision(device)
             self._evaluates = trainer.state.fn != "fit"
-            self._searches = _lightning.searches(self.pl, trainer)
+            self._searches = _lightning.searches(self._pl, trainer)
             if not self._evaluates and not _lightning.is_tuning(trainer):
                 if not self._is_new:
                     self._engine.restart()
@@ -191,27 +191,28 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             self._tell_precision(trainer)
         return super().convert_module(module)
 
-    def _choose_precision(self, device: torch.device, devices: tuple[str, int]) -> None:
-        if self._asked_for in ("16-mixed", "32-true") or devices == self._chosen_for:
-            return
-        had_chosen, self._chosen_for = self._chosen_for is not None, devices
-        choice = select_common_precision(device, self._engine.agree)
+    def _choose_precision(self, device: torch.device) -> None:
+        agree = self._engine.agree
+        if self._asked_for in ("16-mixed", "32-true") or (agree is None and str(device) == self._chosen_for):
+            return  # with several ranks never because of what one of them remembers: the choice is a collective
+        choice = select_common_precision(device, agree)
+        had_chosen, self._chosen_for = self._chosen_for is not None, str(device)
         if self._asked_for == "auto":
             if had_chosen and choice.precision == self._engine.configured_precision:
                 return
             self._engine.configure(choice.precision)
-            rank_zero_info(f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
+            _notify(logging.INFO, f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
         elif choice.emulates_bfloat16 and not had_chosen:
-            rank_zero_warn(
+            _notify(
+                logging.WARNING,
                 f"AdaptiveMixedPrecision('bf16-mixed') is slow here: {choice.reason}. {choice.precision!r} is the"
                 " better choice, and the one that 'auto' makes.",
-                category=RuntimeWarning,
             )
 
     def _tell_precision(self, trainer: Trainer) -> None:
         if self._told != self._engine.precision:
             self._told = self._engine.precision
-            _lightning.set_compute_dtype(self.pl, trainer, _DTYPES[self._told])
+            _lightning.set_compute_dtype(self._pl, trainer, _DTYPES[self._told])
 
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
@@ -229,13 +230,15 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         self._engine.agree = None
         self.policy = None  # of a callback, which Lightning does not tear down after an error
         self._told = None
+        self._evaluates = self._searches = self._is_running = False
         if self._posts:
+            self._posts = False
             self._mailbox.post((state_of(self._engine), self._engine.last_step, self._chosen_for, self._is_new))
         super().teardown()
 
     def _up_to_date(self) -> StepEngine:
         """Return the engine, which holds what a worker process has left in the meantime."""
-        if (message := self._mailbox.news()) is not None:
+        if not self._is_running and (message := self._mailbox.news()) is not None:
             state, last_step, self._chosen_for, self._is_new = message
             self._engine.configured_precision = state["configured_precision"]
             load_state(self._engine, state, keeps_fallback=True)
@@ -270,13 +273,13 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         # Not MixedPrecision's, which scales here, before the hooks have seen the loss. To call hooks that nobody has is
         # what Lightning spends most time on here: the time that the checks of a step take.
-        if _lightning.someone_overrides(self.pl, module.trainer, "on_before_backward"):
-            return super(self.pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
+        if _lightning.someone_overrides(self._pl, module.trainer, "on_before_backward"):
+            return super(self._pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
         return tensor
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if _lightning.someone_overrides(self.pl, module.trainer, "on_after_backward"):
+        if _lightning.someone_overrides(self._pl, module.trainer, "on_after_backward"):
             return super().post_backward(tensor, module)
         return tensor.detach()
 
@@ -291,7 +294,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             # The step unscales what its optimizer owns: not what it does not own, nor what the user may see before.
             others = [parameter for parameter in self._others if parameter.requires_grad]
             keep_true = (
-                not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(self.pl, trainer)
+                not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(self._pl, trainer)
             )
         with self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others) as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
@@ -308,8 +311,8 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         if model.automatic_optimization and self._clips_by_itself(model):
             hooks = partial(_lightning.call_after_closure, self, model, optimizer)
         else:
-            if _lightning.someone_overrides(self.pl, trainer, "on_before_optimizer_step"):
-                hooks = partial(_lightning.call_before_optimizer_step, self.pl, trainer, optimizer)
+            if _lightning.someone_overrides(self._pl, trainer, "on_before_optimizer_step"):
+                hooks = partial(_lightning.call_before_optimizer_step, self._pl, trainer, optimizer)
             threshold = float(trainer.gradient_clip_val or 0)
             if model.automatic_optimization and threshold > 0:  # stock takes what is below for no clipping
                 clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
@@ -321,7 +324,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             hooks=hooks,
             clipping=clipping,
             rerun=partial(self._evaluate_again, optimizer, model, closure),
-            trial=self._searches and _lightning.is_trial(trainer),
+            trial=self._searches and _lightning.is_trial(self._pl, trainer),
             **kwargs,
         )
         self._tell_precision(trainer)
@@ -336,7 +339,7 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
 
     def _clips_by_itself(self, model: LightningModule) -> bool:
         return any(
-            _lightning.overrides(model, self.pl.LightningModule, hook)
+            _lightning.overrides(model, self._pl.LightningModule, hook)
             for hook in ("configure_gradient_clipping", "clip_gradients")
         )
 
@@ -374,6 +377,13 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             only_precision=self._evaluates,
         )
         self._is_new = self._is_new and not self._evaluates
+        saved = state_dict.get("precision", self._engine.precision)
+        if saved != state_dict.get("configured_precision", saved) and is_wider(saved, self._engine.precision):
+            _notify(
+                logging.WARNING,
+                f"The run of this checkpoint had moved to {saved!r} and is now computed in {self._engine.precision!r},"
+                " which could not hold it. Add the PrecisionFallback callback to go on where it was.",
+            )
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -395,8 +405,9 @@ def _largest_of_all_ranks(device: torch.device, flags: Tensor) -> Tensor:
     return flags
 
 
+@rank_zero_only
 def _notify(level: int, text: str) -> None:
-    if level >= logging.WARNING:
-        rank_zero_warn(text, category=RuntimeWarning)
-    else:
+    if level < logging.WARNING:
         rank_zero_info(text)
+    else:  # with a registry of its own: once for each run, and not once for each process
+        warnings.warn_explicit(text, RuntimeWarning, __file__, 1, module=__name__, registry={})

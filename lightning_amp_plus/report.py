@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 Precision = Literal["16-mixed", "bf16-mixed", "32-true"]
 Outcome = Literal["applied", "skipped"]
 Place = Literal["loss", "gradients", "hook"]
 
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+"""From narrow to wide."""
+
 _WINDOW = 100
+
+
+def is_wider(one: Precision, other: Precision) -> bool:
+    """Tell whether a precision holds more than another."""
+    return PRECISIONS.index(one) > PRECISIONS.index(other)
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class StepCounters:
 
     applied_steps: int = 0
     skipped_steps: int = 0
-    recent: int = 0
+    recent: int = field(default=0, repr=False)
 
     @property
     def overflow_rate(self) -> float:

@@ -404,6 +404,7 @@ def fall(device: Device, start: Precision, end: Precision, path: Path) -> None:
         ("bf16-mixed", "32-true", "bf16-mixed", "32-true"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The run of this checkpoint had moved")
 @pytest.mark.parametrize("fallback", [False, True], ids=["without", "with PrecisionFallback"])
 def test_a_run_that_had_moved_goes_on_in_the_wider_precision(
     start: Precision,
@@ -425,6 +426,7 @@ def test_a_run_that_had_moved_goes_on_in_the_wider_precision(
 
 
 @skips_are_told
+@pytest.mark.filterwarnings("ignore:The run of this checkpoint had moved")
 @pytest.mark.parametrize("stage", STAGES[1:])
 @pytest.mark.parametrize("asked_for", ["auto", "16-mixed"])
 def test_a_checkpoint_is_evaluated_in_what_its_run_had_moved_to(

@@ -763,7 +763,7 @@ def test_each_kind_of_incident_is_said_once() -> None:
         automatic(engine, optimizer, loss_of((a, 1.0), value=NAN))
     assert [level for level, _ in said] == [logging.INFO, logging.WARNING]
     assert "overflowed at loss scale 65536" in said[0][1]
-    assert "is now 32768" in said[0][1]
+    assert "the next one is made at 32768" in said[0][1]
     assert "Optimizer step 1 was skipped because the loss" in said[1][1]
 
 

@@ -639,13 +639,16 @@ def test_without_the_callback_a_checkpoint_is_used_in_the_configured_precision(t
     trainer.save_checkpoint(tmp_path / "a.ckpt")
 
     tested = Everywhere()
-    make_trainer(AdaptiveMixedPrecision("16-mixed")).test(
-        tested, batches(1), ckpt_path=tmp_path / "a.ckpt", verbose=False
-    )
+    says = "had moved to 'bf16-mixed' and is now computed in '16-mixed'.* Add the PrecisionFallback"
+    with pytest.warns(RuntimeWarning, match=says):
+        make_trainer(AdaptiveMixedPrecision("16-mixed")).test(
+            tested, batches(1), ckpt_path=tmp_path / "a.ckpt", verbose=False
+        )
     assert tested.seen["test"] == [torch.float16]
 
     plugin, module = AdaptiveMixedPrecision("16-mixed"), Everywhere()
-    make_trainer(plugin, max_epochs=2).fit(module, batches(2), ckpt_path=tmp_path / "a.ckpt")
+    with pytest.warns(RuntimeWarning, match=says):
+        make_trainer(plugin, max_epochs=2).fit(module, batches(2), ckpt_path=tmp_path / "a.ckpt")
     assert module.seen["training"] == [torch.float16] * 2
     assert plugin.counters == counted("xxx..xx")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
-from lightning_amp_plus.report import Precision, StepReport
+from lightning_amp_plus.report import PRECISIONS, Precision, StepReport, is_wider
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,9 +22,9 @@ class PrecisionFallbackMixin(Callback):
 
     A step counts if it was skipped and no lower loss scale can help: its loss was inf or NaN, or its gradients were
     with the scale at its floor. ``patience`` of them in a row move the run to the next rung of the ladder, with one
-    warning that says why. On the last rung the plugin's ``max_skipped`` in a row end it with ``NonFiniteStepError``. A
-    checkpoint is resumed on the rung that the run had reached. Without :class:`AdaptiveMixedPrecision` it warns and
-    does nothing.
+    warning that says why; one that a hook of the user's spoiled never does. On the last rung the plugin's
+    ``max_skipped`` in a row end it with ``NonFiniteStepError``. A checkpoint is resumed on the rung that the run had
+    reached. Without :class:`AdaptiveMixedPrecision` it warns and does nothing.
 
     Args:
         ladder: The precisions to try, from narrow to wide, without repetition.
@@ -41,20 +41,20 @@ class PrecisionFallbackMixin(Callback):
     """
 
     def __init__(self, ladder: Sequence[Precision] = ("16-mixed", "bf16-mixed", "32-true"), patience: int = 3) -> None:
-        rungs = get_args(Precision)
-        if not ladder or not set(ladder) <= set(rungs) or list(ladder) != sorted(set(ladder), key=rungs.index):
+        rungs = tuple(ladder) if isinstance(ladder, (list, tuple)) else ()
+        if not rungs or rungs != tuple(precision for precision in PRECISIONS if precision in rungs):
+            found = tuple(ladder) if isinstance(ladder, (list, tuple)) else ladder
             raise ValueError(
-                f"PrecisionFallback(ladder={tuple(ladder)!r}): it must be some of {', '.join(rungs)}, in this order."
+                f"PrecisionFallback(ladder={found!r}): it must be some of {', '.join(PRECISIONS)}, in this order."
             )
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ValueError(f"PrecisionFallback(patience={patience!r}): it must be an integer of at least 1.")
-        self.ladder = tuple(ladder)
+        self.ladder: tuple[Precision, ...] = rungs
         self.patience = patience
 
     def next_rung(self, precision: Precision) -> Precision | None:
         """Return the narrowest rung that is wider than ``precision``; ``None`` if there is none."""
-        rungs = get_args(Precision)
-        return next((rung for rung in self.ladder if rungs.index(rung) > rungs.index(precision)), None)
+        return next((rung for rung in self.ladder if is_wider(rung, precision)), None)
 
     def decide(self, report: StepReport, skipped: int) -> Precision | None:
         """Return the precision to go on with after ``skipped`` failing steps in a row; ``None`` on the last rung."""
@@ -74,8 +74,3 @@ class PrecisionFallbackMixin(Callback):
                 " `Trainer(plugins=[AdaptiveMixedPrecision(...)])` without `precision=`.",
                 category=RuntimeWarning,
             )
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.precision_plugin, AdaptiveMixedPrecisionMixin):
-            trainer.precision_plugin.policy = None
