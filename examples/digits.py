@@ -129,11 +129,15 @@ class History:
 
 def read_history(log_dir: Path) -> History:
     with open(log_dir / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["loss"]]  # one for each step
-    counts = [0.0] + [float(row["amp/skipped_steps"]) for row in rows]
+        logged = [row for row in csv.DictReader(file) if row["amp/skipped_steps"]]
+    counts, rows = [0.0], []
+    for row in logged:
+        if row["loss"] or float(row["amp/skipped_steps"]) > counts[-1]:  # one for each step; a skipped one has no loss
+            rows.append(row)
+            counts.append(float(row["amp/skipped_steps"]))
     precisions = [PRECISIONS.get(row.get("amp/mantissa_bits", ""), "") for row in rows]
     return History(
-        losses=[float(row["loss"]) for row in rows],
+        losses=[float(row["loss"] or math.nan) for row in rows],
         scales=[float(row["amp/loss_scale"]) for row in rows],
         skipped=[step for step, (before, after) in enumerate(pairwise(counts)) if after > before],
         fallbacks=[(step, old, new) for step, (old, new) in enumerate(pairwise(precisions), start=1) if new != old],

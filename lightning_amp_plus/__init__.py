@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_amp_plus.engine import NonFiniteStepError as NonFiniteStepError
     from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
     from lightning_amp_plus.lightning_pytorch import AdaptiveMixedPrecision as AdaptiveMixedPrecision
     from lightning_amp_plus.lightning_pytorch import AMPMonitor as AMPMonitor
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_amp_plus.loss_scale import LossScale as LossScale
     from lightning_amp_plus.report import StepCounters as StepCounters
     from lightning_amp_plus.report import StepReport as StepReport
+    from lightning_amp_plus.skips import NonFiniteStepError as NonFiniteStepError
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ _MODULES = {
     "AdaptiveMixedPrecision": "lightning_pytorch",
     "DynamicLossScaler": "grad_scaler",
     "LossScale": "loss_scale",
-    "NonFiniteStepError": "engine",
+    "NonFiniteStepError": "skips",
     "PrecisionFallback": "lightning_pytorch",
     "StepCounters": "report",
     "StepReport": "report",

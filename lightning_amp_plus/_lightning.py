@@ -6,9 +6,10 @@ has imported, ``lightning.pytorch`` or ``pytorch_lightning``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn import Module
@@ -81,6 +82,148 @@ def call_before_optimizer_step(pl: ModuleType, trainer: Trainer, optimizer: Opti
 def call_after_closure(plugin: MixedPrecision, module: LightningModule, optimizer: Optimizer) -> None:
     """Call ``on_before_optimizer_step``, then ``configure_gradient_clipping``: what stock does between the two."""
     plugin._after_closure(module, optimizer)
+
+
+# Windows --------------------------------------------------------------------------------------------------------------
+
+OnClosure = Callable[[Any, dict[str, Any]], None]
+"""Gets the closure of a micro-batch, and what its ``training_step`` is called with, before it runs."""
+
+
+class Hold(Protocol):
+    """Whether the last step was skipped: what counts steps is to stay where it is, and then this ends."""
+
+    is_held: bool
+
+
+def watch(trainer: Trainer, on_closure: OnClosure, hold: Hold) -> Callable[[], None]:
+    """Have ``on_closure`` called for each micro-batch of automatic optimization; return what ends it.
+
+    The closures of all but a window's last micro-batch reach no hook. While held, learning rate schedules with
+    the interval "step" and the step axis of the loggers stay where they are, and nothing of an earlier step is logged
+    again: for that there is no hook either. All are attributes of objects of this Trainer, for as long as the fit.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    optimization, connector = loop.automatic_optimization, trainer._logger_connector
+    make_closure, update_lr_schedulers = optimization._make_closure, loop.update_lr_schedulers
+    log_step = connector.update_train_step_metrics
+
+    def make_watched_closure(kwargs: dict[str, Any], *args: Any) -> Any:
+        closure = make_closure(kwargs, *args)
+        on_closure(closure, kwargs)
+        return closure
+
+    def update_unless_held(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not hold.is_held:
+            update_lr_schedulers(interval, update_plateau_schedulers)
+        elif update_plateau_schedulers:  # the last of the calls for a batch, right before the axis moves on
+            loop._batches_that_stepped -= 1
+            hold.is_held = False
+
+    def log_what_is_true() -> None:
+        stale = [v for k, v in loop._results.items() if k.startswith(_PER_ATTEMPT)] if hold.is_held else []
+        flags = [value.has_reset for value in stale]
+        for value in stale:
+            value.has_reset = True  # until it is logged again: what is there now are the values of an earlier step
+        log_step()
+        for value, flag in zip(stale, flags, strict=True):
+            value.has_reset = flag
+
+    ours = [
+        (optimization, "_make_closure", make_watched_closure),
+        (loop, "update_lr_schedulers", update_unless_held),
+        (connector, "update_train_step_metrics", log_what_is_true),
+    ]
+    before = [vars(owner).get(name) for owner, name, _ in ours]
+    for owner, name, function in ours:
+        setattr(owner, name, function)
+
+    def end() -> None:
+        for (owner, name, _), old in zip(ours, before, strict=True):
+            if old is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+    return end
+
+
+def opens_window(closure: Any) -> bool:
+    """Tell whether a closure is that of a window's first micro-batch, which zeroes the gradients."""
+    return closure._zero_grad_fn is not None
+
+
+def has_backward(closure: Any) -> bool:
+    """Tell whether a closure is one of training; averaging weights ends in an epoch without any backward."""
+    return closure._backward_fn is not None
+
+
+def prepare_again(closure: Any) -> None:
+    """Have a closure let go of its last loss, and not zero the gradients: ``on_before_zero_grad`` is once per step."""
+    closure._zero_grad_fn = None
+    closure._result = None
+
+
+def hold_axis_of_checkpoint(checkpoint: dict[str, Any]) -> None:
+    """Take one from the saved step axis: on resume Lightning adds one for the step that it was saved at."""
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
+    if "_batches_that_stepped" in state:
+        state["_batches_that_stepped"] -= 1
+
+
+def block_sync(pl: ModuleType, trainer: Trainer, *, block: bool) -> AbstractContextManager[None]:
+    """Return the context in which Lightning runs all micro-batches but the last, whose backward synchronizes."""
+    return pl.loops.utilities._block_parallel_sync_behavior(trainer.strategy, block=block)
+
+
+def hold_global_step(trainer: Trainer) -> None:
+    """Have the step that is being made not count in ``trainer.global_step``, in which the loop will count it."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    for tracker in (progress.total, progress.current):
+        tracker.ready -= 1
+        tracker.completed -= 1
+
+
+_PER_ATTEMPT = (
+    "training_step.", "backward.", "on_before_backward.", "on_after_backward.",
+    "on_before_optimizer_step.", "configure_gradient_clipping.", "optimizer_step.",
+)  # fmt: skip
+_LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+"""What a logged value consists of. All of it is replaced when it changes, never written to."""
+
+Logged = dict[str, dict[str, Any]]
+
+
+def logged_state(trainer: Trainer) -> Logged:
+    """Return what ``self.log`` has collected in the hooks that run per attempt."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return {
+        key: {name: vars(value)[name] for name in _LOGGED if name in vars(value)}
+        for key, value in results.items()
+        if key.startswith(_PER_ATTEMPT)
+    }
+
+
+def restore_logged(trainer: Trainer, state: Logged, *, only_non_finite: bool = False) -> None:
+    """Put back what ``self.log`` had collected; what was logged for the first time since vanishes."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    for key in [key for key in results if key.startswith(_PER_ATTEMPT)]:
+        if only_non_finite and (not results[key].is_tensor or bool(results[key].value.isfinite().all())):
+            continue
+        if key in state:
+            vars(results[key]).update(state[key])
+        else:
+            del results[key]
+
+
+def announce_batch(trainer: Trainer, batch: Any) -> None:
+    """Have ``self.log`` weigh its values by the size of ``batch``."""
+    results: Any = trainer._results
+    results.batch, results.batch_size = batch, None
 
 
 # Tuner ----------------------------------------------------------------------------------------------------------------

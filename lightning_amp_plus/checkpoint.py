@@ -22,8 +22,9 @@ def state_of(engine: StepEngine) -> dict[str, Any]:
         "counters": {
             "applied_steps": counters.applied_steps,
             "skipped_steps": counters.skipped_steps,
+            "retried_attempts": counters.retried_attempts,
             "recent": counters.recent,
-            "skipped_in_a_row": dict(engine.skipped_in_a_row),
+            "skipped_in_a_row": dict(engine.skips.in_a_row),
         },
         "version": _VERSION,
     }
@@ -32,7 +33,7 @@ def state_of(engine: StepEngine) -> dict[str, Any]:
 def stock_state_of(engine: StepEngine) -> dict[str, Any]:
     """Return what Lightning's own ``MixedPrecision`` resumes from, which raises on an empty state."""
     state = engine.loss_scaler.state_dict()
-    del state["hysteresis"]  # which stock does not know
+    del state["hysteresis"], state["search"]  # which stock does not know
     return state
 
 
@@ -67,7 +68,7 @@ def load_state(
         return
     engine.last_step = None
     counters = dict(state.get("counters", {}))
-    engine.skipped_in_a_row = dict(counters.pop("skipped_in_a_row", {}))
+    engine.skips.in_a_row = dict(counters.pop("skipped_in_a_row", {}))
     engine.counters = StepCounters(**counters)
 
 

@@ -2,8 +2,10 @@
 
     loss = closure()                        # forward and scaled backward, through ``StepEngine.backward``
     check loss and gradients                # one pass, one host read; all ranks agree
+    while the gradients are not finite, the loss is, and a lower scale is left to try:
+        clear the gradients; roll back; run the window again at the lower scale; check
     finite:      hooks; clip; optimizer.step(); the scale grows when due
-    not finite:  clear the gradients; lower the scale if it is to blame; report
+    not finite:  clear the gradients; roll back; report; ask the policy
 
 User code and the optimizer see gradients that are multiplied by 1: ``held.py`` keeps the books, and ``finish.py`` takes
 the gradients from the last backward to the optimizer.
@@ -16,7 +18,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,21 +30,23 @@ from lightning_amp_plus.finish import Clipping, Verdict, finish
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.held import HeldGradients, Pending, has_gradients
 from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, LossScale, scale_loss
-from lightning_amp_plus.report import Outcome, Place, Precision, StepCounters, StepReport, is_wider
+from lightning_amp_plus.report import Outcome, Precision, StepCounters, StepReport, is_wider
+from lightning_amp_plus.skips import Notify, Skips
 
 _log = logging.getLogger(__name__)
 
 
-class NonFiniteStepError(FloatingPointError):
-    """Too many optimizer steps in a row had a loss or gradients that hold inf or NaN, and no lower scale can help."""
+class Window(Protocol):
+    """The micro-batches whose gradients a step sums, as the engine sees them."""
 
+    def can_run_again(self) -> bool:
+        """Tell whether :meth:`run_again` would do what the first attempt did."""
 
-Policy = Callable[[StepReport, int], Precision | None]
-"""Decides what follows a skipped step that no lower loss scale can help.
+    def run_again(self) -> Any:
+        """Roll back and run all micro-batches again, through :meth:`StepEngine.backward`; return what the last does."""
 
-It gets the report of the step and how many such steps of its optimizer there were in a row. It returns the precision to
-go on with, which may be the present one, or ``None`` to leave it at that: then ``max_skipped`` in a row raise.
-"""
+    def rollback(self) -> None:
+        """Put back what the attempts have changed, but for gradients."""
 
 
 def _notify(level: int, text: str) -> None:
@@ -60,6 +64,7 @@ class StepEngine:
         loss_scale: The rules of loss scaling; the default :class:`LossScale` if ``None``.
         max_skipped: Skipped steps in a row of one optimizer that raise; at least 1. Skips that lower the loss scale
             do not count.
+        retries: How often a step whose gradients overflow is run again at lower loss scales; 0 skips it at once.
         agree: Reduces a small float32 tensor over all ranks by its maximum; ``None`` on one process.
         notify: Called with a ``logging`` level and a line of text, at most once per kind of incident.
 
@@ -70,15 +75,15 @@ class StepEngine:
         precision: Precision,
         loss_scale: LossScale | None = None,
         max_skipped: int = 10,
+        retries: int = 5,
         agree: Agree | None = None,
-        notify: Callable[[int, str], None] = _notify,
+        notify: Notify = _notify,
     ) -> None:
         self.configured_precision = precision
-        self.policy: Policy | None = None
         self.loss_scaler = DynamicLossScaler(loss_scale)
-        self.max_skipped = max_skipped
+        self.skips = Skips(max_skipped, notify)
+        self.retries = retries
         self.agree = agree
-        self.notify = notify
         self.restart()
 
     def configure(self, precision: Precision) -> None:
@@ -104,8 +109,7 @@ class StepEngine:
         self.loss_scaler.restart()
         self.counters = StepCounters()
         self.last_step: StepReport | None = None
-        self.skipped_in_a_row: dict[int, int] = {}
-        self._said: set[str] = set()
+        self.skips.restart()
         self._norm_requested = False
         self._held = HeldGradients()
         self.release()
@@ -116,9 +120,15 @@ class StepEngine:
         self._held.pending.clear()
         self._loss: Tensor | None = None  # finite if all losses since the last step are
         self._loss_is_old = False
-        self._wider: Precision | None = None  # what the next iteration is computed in
+        self.skips.wider = None
         self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
+        self.iteration: list[Outcome] = []  # of the steps since the last iteration ended
         self._iteration_is_clean: bool | None = None  # None: no step yet whose gradients were scaled
+        self._others: list[tuple[Tensor, Tensor | None]] = []
+        self._is_first = True  # whether the next backward is the first of a step
+        self._began_fresh = True  # whether there were no gradients before it
+        self._retry_scale: float | None = None
+        self._anomaly: RuntimeError | None = None
 
     def request_grad_norm(self) -> None:
         """Have the next step measure ``last_step.grad_norm``; on every rank, or on none."""
@@ -152,22 +162,37 @@ class StepEngine:
         """
         fresh = [not has_gradients(optimizer) for optimizer in among]
         self._remember(loss.detach(), alone=all(fresh))
+        if self._is_first and self._retry_scale is None:
+            self._began_fresh = all(fresh)
+            self._others = [(other, None if other.grad is None else other.grad.clone()) for other in others]
+        self._is_first = False
         if self.scaler is None:
             yield loss
             return
         self.scaler.begin_backward(loss)
-        scale = self.scaler.get_scale()
+        scale = self.scaler.get_scale() if self._retry_scale is None else self._retry_scale
         if loss.dtype is torch.float16:
             scale = min(scale, FLOAT16_LOSS_MAX_SCALE)
         self._held.begin(scale, among, others, fresh=fresh, keep_true=keep_true)
         self._blamed = False
         try:
             yield scale_loss(loss, scale)
-        except BaseException:
+        except BaseException as error:
             self._held.undo()
-            raise
+            if not self._is_anomaly(error):
+                raise
+            return
         if keep_true:
             self._held.settle()
+
+    def _is_anomaly(self, error: BaseException) -> bool:
+        """Take the error of torch's anomaly mode for the overflow that a lower scale may cure; on one process only."""
+        if not isinstance(error, RuntimeError) or "returned nan values in its" not in str(error):
+            return False
+        if not torch.is_anomaly_enabled() or self.agree is not None:
+            return False
+        self._anomaly = error
+        return True
 
     def _remember(self, loss: Tensor, *, alone: bool) -> None:
         loss = gradients.whole(loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss)
@@ -190,6 +215,7 @@ class StepEngine:
         clipping: Clipping | None = None,
         rerun: Callable[[], Any] | None = None,
         trial: bool = False,
+        window: Window | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run ``closure``, then apply the step or skip it; :attr:`last_step` says which.
@@ -204,6 +230,7 @@ class StepEngine:
             clipping: What to clip the gradients to.
             rerun: What an optimizer gets that calls its closure again; ``closure`` if ``None``.
             trial: Whether the step belongs to a search that wants to see it fail: a skip lowers the scale, no more.
+            window: What ``closure`` completes, where it can be rolled back and run again.
             kwargs: Handed to ``optimizer.step``.
 
         Returns:
@@ -218,12 +245,17 @@ class StepEngine:
         if use == "required" and self.scaler is not None:
             raise optimizers.refusal(optimizer)
         output = closure()
-        pending = self._held.pending.pop(index, None)
-        made_at = None if pending is None else pending.scale
-        self.loss_scaler.begin_step(optimizer, counted=made_at is not None)
-        evidence = self._evidence(pending, automatic)
         wants_norm, self._norm_requested = self._norm_requested, False
-        verdict = finish(optimizer, self._held, evidence, self.agree, hooks, clipping, wants_norm=wants_norm)
+        check = partial(self._check, optimizer, index, automatic, hooks, clipping, wants_norm)
+        verdict, made_at = check()
+        attempts, failed_at = 1, None
+        if window is not None:
+            for scale in self._scales_to_retry(verdict, made_at, window):
+                attempts, failed_at = attempts + 1, made_at
+                output = self._run_again(optimizer, window, scale)
+                verdict, made_at = check()
+                if verdict.non_finite != "gradients":
+                    break
         if verdict.non_finite is None:
             if use != "none":
                 again = partial(self._evaluate_again, optimizer, rerun or closure)
@@ -231,32 +263,93 @@ class StepEngine:
             result = optimizers.apply(optimizer, verdict.divisor, kwargs)
             output = output if result is None else result
         elif automatic:
-            for parameter in gradients.parameters_of(optimizer):
-                parameter.grad = None
+            self._clear(optimizer)
+            if window is not None:
+                window.rollback()
         self._held.stepped()
-        report = self._conclude(index, verdict, made_at, counts=has_gradients(optimizer))
+        self._is_first = True
+        report = self._conclude(index, verdict, made_at, attempts, counts=has_gradients(optimizer))
         try:
             if report.outcome == "skipped":
                 self._answer_skip(report, made_at, trial=trial)
+            elif failed_at is not None and made_at is not None:
+                self._note_cure(report, failed_at, made_at)
         finally:
+            self._anomaly = None
             if automatic:
                 self.end_iteration()
         return output
+
+    def _check(
+        self,
+        optimizer: Optimizer,
+        index: int,
+        automatic: bool,
+        hooks: Callable[[], None] | None,
+        clipping: Clipping | None,
+        wants_norm: bool,
+    ) -> tuple[Verdict, float | None]:
+        """Check what the last backward has completed, and return the scale that it was made with too."""
+        pending = self._held.pending.pop(index, None)
+        made_at = None if pending is None else pending.scale
+        self.loss_scaler.begin_step(optimizer, counted=made_at is not None)
+        if self._anomaly is not None:
+            return Verdict("gradients"), made_at
+        evidence = self._evidence(pending, automatic)
+        verdict = finish(optimizer, self._held, evidence, self.agree, hooks, clipping, wants_norm=wants_norm)
+        return verdict, made_at
 
     def end_iteration(self) -> None:
         """Let the scale grow when due, if all steps of the iteration were applied; move on to a wider precision."""
         if self._iteration_is_clean and self.scaler is not None:
             self.scaler.record(overflow=False)
         self._iteration_is_clean = None
-        if self._wider is not None:
-            self.precision, self._wider = self._wider, None
-            self.skipped_in_a_row.clear()
+        self.iteration.clear()
+        if self.skips.wider is not None:
+            self.precision = self.skips.wider
+            self.skips.moved()
             self._held.pending.clear()  # what is known of gradients that were made in the narrow one
+
+    # Again ------------------------------------------------------------------------------------------------------------
+
+    def _scales_to_retry(self, verdict: Verdict, made_at: float | None, window: Window) -> list[float]:
+        if self.scaler is None or made_at is None or verdict.non_finite != "gradients":
+            return []
+        if self.retries == 0:
+            return []
+        if not self._on_all_ranks(self._began_fresh and window.can_run_again()):
+            self.skips.say(
+                "again",
+                logging.WARNING,
+                "A step whose gradients overflowed cannot be run again: training_step wrote to its batch in place or"
+                " took a dataloader_iter, the batch could not be copied, hooks and training_step changed the same"
+                " buffer or metric in mid-window, there were gradients before, or the fit was resumed in mid-window.",
+            )
+            return []
+        return self.scaler.retry_scales(made_at, self.retries)
+
+    def _on_all_ranks(self, true: bool) -> bool:
+        return true if self.agree is None else self.agree(torch.tensor([0.0 if true else 1.0])).item() == 0
+
+    def _run_again(self, optimizer: Optimizer, window: Window, scale: float) -> Any:
+        self._clear(optimizer)  # first: one attempt at a time is what fits into memory
+        self._loss, self._anomaly, self._retry_scale = None, None, scale
+        try:
+            return window.run_again()
+        finally:
+            self._retry_scale = None
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        self._held.stepped()
+        for parameter in gradients.parameters_of(optimizer):
+            parameter.grad = None
+        for other, gradient in self._others:  # which may have come from earlier steps
+            other.grad = None if gradient is None else gradient.clone()
 
     def _evaluate_again(self, optimizer: Optimizer, rerun: Callable[[], Any]) -> Any:
         if self.scaler is not None:
             raise optimizers.refusal(optimizer)
-        self._say(
+        self.skips.say(
             "closure",
             logging.INFO,
             f"{type(optimizer).__name__} evaluates its closure several times in a step. It is passed through: only the"
@@ -276,76 +369,63 @@ class StepEngine:
 
     # Outcome ----------------------------------------------------------------------------------------------------------
 
-    def _conclude(self, index: int, verdict: Verdict, made_at: float | None, *, counts: bool) -> StepReport:
+    def _conclude(
+        self, index: int, verdict: Verdict, made_at: float | None, attempts: int, *, counts: bool
+    ) -> StepReport:
         outcome: Outcome = "applied" if verdict.non_finite is None else "skipped"
         self.last_step = report = StepReport(
             step=self.counters.applied_steps + self.counters.skipped_steps,
             optimizer=index,
             precision=self.precision,
             scale=1.0 if made_at is None else made_at,
-            attempts=1,
+            attempts=attempts,
             outcome=outcome,
             non_finite=verdict.non_finite,
             grad_norm=verdict.norm,
             clipped=verdict.clipped,
         )
-        self.counters = self.counters.after(outcome)
+        self.counters = self.counters.after(outcome, attempts)
         self._loss_is_old = True
-        if outcome == "skipped":
+        self.iteration.append(outcome)
+        if outcome == "skipped" or attempts > 1:
             self._iteration_is_clean = False
+        if outcome == "skipped":
             return report
         if counts:  # a step without gradients shows nothing
-            self.skipped_in_a_row[index] = 0
+            self.skips.in_a_row[index] = 0
         if self._iteration_is_clean is None and made_at is not None:
             self._iteration_is_clean = True
         return report
 
+    def _note_cure(self, report: StepReport, failed_at: float, worked_at: float) -> None:
+        self.loss_scaler.record_cure(failed=failed_at, worked=worked_at)
+        text = f"Optimizer step {report.step}: the gradients overflowed at loss scale {failed_at:g}; the step was run"
+        text += f" again and applied at {worked_at:g}."
+        if self.loss_scaler.loss_scale.dynamic:
+            self.skips.say("scale", logging.INFO, f"{text} This is how the scale is found.")
+        else:
+            self.skips.say("scale", logging.WARNING, f"{text} LossScale(dynamic=False) keeps the scale where it is.")
+
     def _answer_skip(self, report: StepReport, made_at: float | None, *, trial: bool) -> None:
-        """Lower the scale if it may be to blame; otherwise count, and stop after ``max_skipped``."""
-        if report.non_finite == "gradients" and made_at is not None and self._lower_scale(made_at):
-            self._say(
+        """Lower the scale if it may be to blame and was not tried; otherwise ask what follows."""
+        untried = report.non_finite == "gradients" and report.attempts == 1
+        if untried and made_at is not None and self._lower_scale(made_at):
+            self.skips.say(
                 "scale",
                 logging.INFO,
                 f"Optimizer step {report.step}: the gradients overflowed at loss scale {made_at:g} and the step was"
                 f" skipped; the next one is made at {self.loss_scaler.get_scale():g}. This is how the scale is found.",
             )
             return
-        if self._wider is not None:
-            return
+        if self._anomaly is not None:
+            raise self._anomaly
         if trial:
-            what = _WHAT[report.non_finite or "gradients"]
-            self._say("trial", logging.INFO, f"Steps of the search were skipped in {report.precision!r}: {what}.")
-            return
-        skipped = self.skipped_in_a_row.get(report.optimizer, 0) + 1
-        self.skipped_in_a_row[report.optimizer] = skipped
-        what = _WHAT[report.non_finite or "gradients"]
-        answer = None if self.policy is None else self.policy(report, skipped)
-        if answer is not None and answer != report.precision:
-            self._wider = answer
-            self.notify(
-                logging.WARNING,
-                f"{skipped} optimizer steps in a row were skipped in {report.precision!r} because {what}, and"
-                f" {self._why_not_lower()}: from optimizer step {report.step + 1} on the run computes in {answer!r}.",
-            )
-            return
-        if answer is None and skipped >= self.max_skipped:
-            self.skipped_in_a_row[report.optimizer] = 0
-            raise NonFiniteStepError(
-                f"{skipped} optimizer steps in a row were skipped because {what} (precision {report.precision!r}, last"
-                f" loss scale {report.scale:g}); the last one was step {report.step}. None of them changed the weights,"
-                f" and {self._why_not_lower()}. Look for inf or NaN in the batches; try a lower learning rate or"
-                f" `Trainer(gradient_clip_val=1.0)`{_WIDER[report.precision]}."
-                f" `max_skipped` (now {self.max_skipped}) sets how many such skips in a row are allowed."
-            )
-        self._say(
-            f"{what}, {answer is None}",
-            logging.WARNING if answer is None else logging.INFO,
-            f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}). "
-            + (f"After {self.max_skipped} in a row the fit stops." if answer is None else "The precision may widen."),
-        )
+            self.skips.note_trial(report)
+        elif self.skips.wider is None:
+            self.skips.answer(report, self._why_not_lower(report))
 
-    def _why_not_lower(self) -> str:
-        if self.scaler is None or self.scaler.loss_scale.dynamic:
+    def _why_not_lower(self, report: StepReport) -> str:
+        if self.scaler is None or self.scaler.loss_scale.dynamic or report.attempts > 1:
             return "no lower loss scale can help"
         return "LossScale(dynamic=False) keeps the loss scale (a lower init_scale, or dynamic=True, may help)"
 
@@ -362,21 +442,4 @@ class StepEngine:
         return rules.dynamic and scale > rules.min_scale
 
     def _can_be_cured(self, scale: float) -> bool:
-        return self._may_help(scale) or not self.loss_scaler.loss_scale.dynamic or self.policy is not None
-
-    def _say(self, kind: str, level: int, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self.notify(level, text)
-
-
-_WIDER: dict[Precision, str] = {
-    "16-mixed": "; try a wider precision ('bf16-mixed' or '32-true')",
-    "bf16-mixed": "; try a wider precision ('32-true')",
-    "32-true": "; no precision is wider",
-}
-_WHAT: dict[Place, str] = {
-    "loss": "the loss held inf or NaN",
-    "gradients": "the gradients held inf or NaN",
-    "hook": "a hook or a clipping of yours turned finite gradients into inf or NaN",
-}
+        return self._may_help(scale) or not self.loss_scaler.loss_scale.dynamic or self.skips.policy is not None

@@ -22,7 +22,9 @@ from lightning_amp_plus.loss_scale import (
     LossScale,
     LossScaleState,
     next_state,
+    retry_scales,
     scale_loss,
+    state_after_cure,
 )
 
 
@@ -70,6 +72,14 @@ class DynamicLossScaler(torch.amp.GradScaler):
         """Switch scaling on or off; off, the scale is 1, and what was found so far is kept."""
         self._enabled = enabled
 
+    def record_cure(self, *, failed: float, worked: float) -> None:
+        """Move on by one step that overflowed at the scale ``failed`` and was applied at the lower scale ``worked``."""
+        self.state = state_after_cure(self.loss_scale, self.state, failed=failed, worked=worked)
+
+    def retry_scales(self, failed: float, retries: int) -> list[float]:
+        """Return the scales to run a step at, in this order, that overflowed at the scale ``failed``."""
+        return retry_scales(self.loss_scale, self.state, failed, retries)
+
     def get_scale(self) -> float:
         """Return what :meth:`scale` multiplies by. It costs no device synchronization."""
         return self._scale_now() if self._scaled_by is None else self._scaled_by
@@ -96,7 +106,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
         return self.state.growth_tracker
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the five keys of :class:`torch.amp.GradScaler` and ``hysteresis``, as builtins."""
+        """Return the five keys of :class:`torch.amp.GradScaler`, ``hysteresis`` and ``search``, as builtins."""
         return {
             "scale": self.state.scale,
             "growth_factor": self.loss_scale.growth_factor,
@@ -104,6 +114,7 @@ class DynamicLossScaler(torch.amp.GradScaler):
             "growth_interval": self.loss_scale.growth_interval,
             "_growth_tracker": self.state.growth_tracker,
             "hysteresis": self.state.overflows,
+            "search": [self.state.works_at, self.state.fails_at] if self.state.is_search else [],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,7 +139,11 @@ class DynamicLossScaler(torch.amp.GradScaler):
             )
         if self.loss_scale.dynamic:
             tracker, overflows = int(state_dict["_growth_tracker"]), int(state_dict.get("hysteresis", 0))
-            self.state = LossScaleState(self.loss_scale.clamp(scale), tracker, overflows)
+            search = [float(bound) for bound in state_dict.get("search", [])]
+            clamped = self.loss_scale.clamp(scale)
+            if search and not (clamped == scale and self.loss_scale.min_scale <= search[0] < scale < search[1]):
+                search = []  # of a run with other bounds
+            self.state = LossScaleState(clamped, tracker, overflows, *search)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_scaled": None}

@@ -1,14 +1,15 @@
 """Dynamic loss scaling: a frozen configuration, and the pure transition from one step's state to the next.
 
 float16 gradients below 2^-24 vanish. Multiplying the loss by a large scale moves them into range, and the scale is
-found by trial: halve it when a gradient overflows, double it after a long time without (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018, section 3.2).
+found by trial: lower it when a gradient overflows, double it after a long time without (Micikevicius et al., "Mixed
+Precision Training", ICLR 2018, section 3.2). Where the step is run again at lower scales until one works, the best
+scale is found between the two by bisection of the exponent.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -27,12 +28,13 @@ class LossScale:
     Args:
         init_scale: The scale a fit starts with, between ``min_scale`` and ``max_scale``.
         growth_factor: What the scale is multiplied by after ``growth_interval`` clean steps in a row; above 1.
-        backoff_factor: What the scale is multiplied by after an overflow; between 0 and 1, both excluded.
+        backoff_factor: What the scale is multiplied by after an overflow whose step is not run again; between 0 and 1,
+            both excluded.
         growth_interval: Clean steps in a row before the scale grows; at least 1.
         min_scale: The floor. The scale never falls below it, whatever happens; at least 2^-126.
         max_scale: The ceiling. The scale never grows above it; at most 2^126.
         hysteresis: How many overflowing steps in a row it takes to lower the scale; at least 1. With 2, a single
-            overflow is skipped and forgiven.
+            overflow is forgiven: its step is run again at a lower scale of its own.
         dynamic: ``False`` keeps the scale at ``init_scale``.
 
     Raises:
@@ -90,12 +92,21 @@ class LossScaleState:
         scale: The present scale.
         growth_tracker: Clean steps since the scale last changed or overflowed.
         overflows: Overflowing steps in a row, counted up to ``LossScale.hysteresis``.
+        works_at: While the best scale is searched for: the largest scale known to work; ``scale`` is a try above it.
+        fails_at: While the best scale is searched for: the smallest scale known to overflow; else infinity.
 
     """
 
     scale: float
     growth_tracker: int = 0
     overflows: int = 0
+    works_at: float = 0.0
+    fails_at: float = math.inf
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the best scale is being searched for."""
+        return self.fails_at < math.inf
 
 
 def next_state(config: LossScale, state: LossScaleState, *, overflow: bool, at: float | None = None) -> LossScaleState:
@@ -119,9 +130,64 @@ def next_state(config: LossScale, state: LossScaleState, *, overflow: bool, at: 
         failed = state.scale if at is None else min(at, state.scale)
         lowered = max(failed * config.backoff_factor, config.min_scale)
         return LossScaleState(lowered if overflows == config.hysteresis else state.scale, 0, overflows)
+    if state.is_search:
+        return _bisect(config, state.scale, state.fails_at)
     if state.growth_tracker + 1 < config.growth_interval:
         return LossScaleState(state.scale, state.growth_tracker + 1)
     return LossScaleState(min(state.scale * config.growth_factor, config.max_scale))
+
+
+def state_after_cure(config: LossScale, state: LossScaleState, *, failed: float, worked: float) -> LossScaleState:
+    """Return the state after a step that overflowed and was applied when it was run again at a lower scale.
+
+    The best scale lies between the two. The following steps find it by bisection of the exponent: a try that
+    overflows is run again at the scale that is known to work.
+
+    Args:
+        config: The rules.
+        state: The state before the step.
+        failed: The smallest scale at which the step overflowed.
+        worked: The scale at which it was applied.
+
+    Example:
+        >>> state_after_cure(LossScale(), LossScaleState(2.0**24), failed=2.0**20, worked=2.0**16).scale
+        262144.0
+
+    """
+    if not config.dynamic:
+        return state
+    overflows = min(state.overflows + 1, config.hysteresis)
+    if overflows < config.hysteresis and not state.is_search:
+        return LossScaleState(state.scale, 0, overflows)
+    return replace(_bisect(config, worked, failed), overflows=overflows)
+
+
+def retry_scales(config: LossScale, state: LossScaleState, failed: float, retries: int) -> list[float]:
+    """Return the scales to run a step at that overflowed at the scale ``failed``, in this order, all below it.
+
+    Example:
+        >>> retry_scales(LossScale(), LossScaleState(2.0**16), 2.0**16, retries=5)
+        [32768.0, 16384.0, 4096.0, 256.0, 1.0]
+
+    """
+    if 0 < state.works_at < failed and retries > 1:
+        return [state.works_at, *_lower(config, state.works_at, retries - 1)]
+    return _lower(config, failed, retries)
+
+
+def _lower(config: LossScale, failed: float, count: int) -> list[float]:
+    tries = [failed * 0.5 ** (2**k) for k in range(count - 1)]
+    last = [config.min_scale] if count > 0 and failed > config.min_scale else []
+    return [scale for scale in tries if scale > config.min_scale] + last
+
+
+def _bisect(config: LossScale, works: float, fails: float) -> LossScaleState:
+    """Return the next try between two scales, if there is a power of two between them."""
+    steps = max(1, math.floor(math.log2(fails / works) / 2))
+    tried = works * 2.0**steps
+    if tried >= fails or tried > config.max_scale:
+        return LossScaleState(works)
+    return LossScaleState(tried, works_at=works, fails_at=fails)
 
 
 def scale_loss(loss: Tensor, scale: float) -> Tensor:

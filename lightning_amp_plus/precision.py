@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning, gradients
-from lightning_amp_plus.checkpoint import load_state, state_of, stock_state_of
-from lightning_amp_plus.engine import Policy, StepEngine
+from lightning_amp_plus.engine import StepEngine
 from lightning_amp_plus.finish import Clipping
-from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.hardware import select_common_precision
 from lightning_amp_plus.loss_scale import LossScale
-from lightning_amp_plus.mailbox import Mailbox
 from lightning_amp_plus.optimizers import require_scalable
-from lightning_amp_plus.report import PRECISIONS, Precision, StepCounters, StepReport, is_wider
+from lightning_amp_plus.report import PRECISIONS, Precision
+from lightning_amp_plus.state import StatefulPrecision, notify
+from lightning_amp_plus.window import TrainingWindow
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.plugins import MixedPrecision as _MixedPrecision
-else:
-    _MixedPrecision = object  # the binding of a namespace adds the class itself
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 
-class AdaptiveMixedPrecisionMixin(_MixedPrecision):
+class AdaptiveMixedPrecisionMixin(StatefulPrecision):
     """Mixed precision whose every optimizer step is right, or does not happen.
 
     User code that looks at ``.grad`` sees the true gradient, in hooks, in clipping and in manual optimization. A step
@@ -52,6 +46,10 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         loss_scale: The rules of loss scaling, used by ``"16-mixed"``; the default :class:`LossScale` if ``None``.
         max_skipped: How many steps of one optimizer may be skipped in a row before the fit stops; at least 1. Skips
             that still lower the loss scale do not count.
+        retries: How often a step whose gradients overflow is run again, at lower and lower loss scales; 0 skips it at
+            once. Its batches are kept for that.
+        exclude_buffers: Patterns (of ``fnmatch``) of the names of buffers that a skipped step does not put back, such
+            as ``"*queue"`` for a large one.
 
     Attributes:
         scaler: The :class:`DynamicLossScaler` of a run that was started in ``"16-mixed"``, else ``None``.
@@ -76,6 +74,8 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
         precision: Literal["auto", "16-mixed", "bf16-mixed", "32-true"] = "auto",
         loss_scale: LossScale | None = None,
         max_skipped: int = 10,
+        retries: int = 5,
+        exclude_buffers: Sequence[str] = (),
     ) -> None:
         if precision not in ("auto", *PRECISIONS):
             raise ValueError(
@@ -85,6 +85,13 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             raise ValueError(
                 f"AdaptiveMixedPrecision(max_skipped={max_skipped!r}): it must be an integer of at least 1."
             )
+        if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+            raise ValueError(f"AdaptiveMixedPrecision(retries={retries!r}): it must be an integer of at least 0.")
+        if isinstance(exclude_buffers, str) or not all(isinstance(pattern, str) for pattern in exclude_buffers):
+            raise ValueError(
+                f"AdaptiveMixedPrecision(exclude_buffers={exclude_buffers!r}): it must be a list of patterns, such as"
+                " ['*queue']."
+            )
         if loss_scale is not None and not isinstance(loss_scale, LossScale):
             raise TypeError(
                 f"AdaptiveMixedPrecision(loss_scale={loss_scale!r}): it must be a LossScale, such as"
@@ -92,17 +99,14 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             )
         # Not MixedPrecision.__init__: it refuses "auto" and "32-true" and makes a scaler that asks for CUDA.
         self.device = "cpu"  # until the strategy's is known
-        self._asked_for = precision
-        self._chosen_for: str | None = None  # the device that the precision was chosen for
-        self._told: Precision | None = None  # what other callbacks were told that the run computes in
-        self._engine = StepEngine(
-            "32-true" if precision == "auto" else precision, loss_scale, max_skipped, notify=_notify
+        engine = StepEngine(
+            "32-true" if precision == "auto" else precision, loss_scale, max_skipped, retries, notify=notify
         )
+        StatefulPrecision.__init__(self, engine, asked_for=precision)
+        self._told: Precision | None = None  # what other callbacks were told that the run computes in
+        self._exclude_buffers = tuple(exclude_buffers)
+        self._window: TrainingWindow | None = None
         self._others: list[Tensor] = []
-        self._is_new = True
-        self._evaluates = self._searches = False
-        self._mailbox = Mailbox()
-        self._posts = self._is_running = False
 
     def __repr__(self) -> str:
         # The Trainer prints it when it refuses a plugin of the other namespace.
@@ -116,78 +120,24 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             f" {other} import it from {module})"
         )
 
-    @property
-    def precision(self) -> Literal["auto"] | Precision:  # type: ignore[override]
-        """What the run computes in now; ``"auto"`` until a run has started."""
-        engine = self._up_to_date()
-        return "auto" if self._asked_for == "auto" and self._chosen_for is None else engine.precision
-
-    @property
-    def scaler(self) -> DynamicLossScaler | None:  # type: ignore[override]
-        """The loss scaler of a run that was started in ``"16-mixed"``; switched off once the run has moved on."""
-        engine = self._up_to_date()
-        return engine.loss_scaler if engine.configured_precision == "16-mixed" else None
-
-    @property
-    def counters(self) -> StepCounters:
-        """How many steps were applied and skipped since the run began."""
-        return self._up_to_date().counters
-
-    @property
-    def last_step(self) -> StepReport | None:
-        """What the last optimizer step did; ``None`` before the first."""
-        return self._up_to_date().last_step
-
-    @property
-    def max_skipped(self) -> int:
-        """How many steps of one optimizer may be skipped in a row."""
-        return self._engine.max_skipped
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped: in manual optimization, hold your LR schedules then."""
-        return self.last_step is not None and self.last_step.outcome == "skipped"
-
-    @property
-    def policy(self) -> Policy | None:
-        """What decides on a wider precision after a step that no lower loss scale can help.
-
-        A callback sets it in its ``setup``, for one run: it is gone when that ends.
-        With one set, a checkpoint of a run that has moved on is resumed in the precision it had moved to.
-        """
-        return self._engine.policy
-
-    @policy.setter
-    def policy(self, policy: Policy | None) -> None:
-        self._engine.policy = policy
-
-    def request_grad_norm(self) -> None:
-        """Ask for ``last_step.grad_norm`` of the next step, on every rank or on none.
-
-        It costs one reading pass in float16 where nothing is clipped, and nothing elsewhere.
-        """
-        self._engine.request_grad_norm()
-
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     @override
     def convert_module(self, module: Module) -> Module:
         # The first hook that gets the LightningModule, in evaluation too, and before a strategy wraps it.
-        self._up_to_date()
         trainer = _lightning.trainer_of(module)
         if trainer is not None:
+            self._begin_run(self._pl, trainer)
             device = trainer.strategy.root_device
-            self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
-            self._posts = trainer.local_rank == 0 and _lightning.is_spawned(self._pl, trainer)
-            self._is_running = True
             self.device = device.type
+            self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
             self._choose_precision(device)
-            self._evaluates = trainer.state.fn != "fit"
-            self._searches = _lightning.searches(self._pl, trainer)
-            if not self._evaluates and not _lightning.is_tuning(trainer):
-                if not self._is_new:
-                    self._engine.restart()
-                self._is_new = False
+            if trainer.state.fn == "fit":
+                self._window = TrainingWindow(
+                    self._pl, trainer, can_retry=self._can_retry, exclude=self._exclude_buffers
+                )
+                if not _lightning.is_tuning(trainer):
+                    self._begin_anew()
             self._tell_precision(trainer)
         return super().convert_module(module)
 
@@ -201,9 +151,9 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             if had_chosen and choice.precision == self._engine.configured_precision:
                 return
             self._engine.configure(choice.precision)
-            _notify(logging.INFO, f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
+            notify(logging.INFO, f"AdaptiveMixedPrecision('auto') computes in {choice.precision!r}: {choice.reason}.")
         elif choice.emulates_bfloat16 and not had_chosen:
-            _notify(
+            notify(
                 logging.WARNING,
                 f"AdaptiveMixedPrecision('bf16-mixed') is slow here: {choice.reason}. {choice.precision!r} is the"
                 " better choice, and the one that 'auto' makes.",
@@ -225,29 +175,16 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
 
     @override
     def teardown(self) -> None:
+        if self._window is not None:
+            self._window.end()
+            self._window = None
         self._engine.release()
-        self._others = []
         self._engine.agree = None
         self.policy = None  # of a callback, which Lightning does not tear down after an error
+        self._others = []
         self._told = None
-        self._evaluates = self._searches = self._is_running = False
-        if self._posts:
-            self._posts = False
-            self._mailbox.post((state_of(self._engine), self._engine.last_step, self._chosen_for, self._is_new))
+        self._end_run()
         super().teardown()
-
-    def _up_to_date(self) -> StepEngine:
-        """Return the engine, which holds what a worker process has left in the meantime."""
-        if not self._is_running and (message := self._mailbox.news()) is not None:
-            state, last_step, self._chosen_for, self._is_new = message
-            self._engine.configured_precision = state["configured_precision"]
-            load_state(self._engine, state, keeps_fallback=True)
-            self._engine.last_step = last_step
-        return self._engine
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._up_to_date()
-        return self.__dict__.copy()
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 
@@ -265,22 +202,49 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        with self.forward_context():
+        window = self._window if self._window is not None and not self._window.is_automatic else None
+        if window is not None:
+            window.begin_iteration()
+        with self._rolled_back_on_error(), self.forward_context():
             yield
+        outcomes = tuple(self._engine.iteration)
         self._engine.end_iteration()  # of manual optimization; in automatic optimization the step comes later
+        if window is not None:
+            window.end_iteration(outcomes)
+        elif self._window is not None:
+            self._window.note_attempt()
+
+    def _can_retry(self) -> bool:
+        return self._engine.scaler is not None and self._engine.retries > 0
+
+    def _roll_back(self) -> None:
+        if self._window is not None:
+            self._window.rollback(partly="applied" in self._engine.iteration)
+
+    @contextmanager
+    def _rolled_back_on_error(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         # Not MixedPrecision's, which scales here, before the hooks have seen the loss. To call hooks that nobody has is
         # what Lightning spends most time on here: the time that the checks of a step take.
         if _lightning.someone_overrides(self._pl, module.trainer, "on_before_backward"):
-            return super(self._pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
+            with self._rolled_back_on_error():
+                return super(self._pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
         return tensor
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if _lightning.someone_overrides(self._pl, module.trainer, "on_after_backward"):
-            return super().post_backward(tensor, module)
+            with self._rolled_back_on_error():
+                super().post_backward(tensor, module)
+        if self._window is not None:
+            self._window.note_attempt()  # checkpointed activations are computed again in a backward
         return tensor.detach()
 
     @override
@@ -296,8 +260,13 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             keep_true = (
                 not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(self._pl, trainer)
             )
-        with self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others) as scaled:
+        attempt = self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others)
+        with self._rolled_back_on_error(), attempt as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
+
+    @override
+    def _holds_axis(self) -> bool:
+        return self._window is not None and self._window.is_held
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -316,17 +285,31 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             threshold = float(trainer.gradient_clip_val or 0)
             if model.automatic_optimization and threshold > 0:  # stock takes what is below for no clipping
                 clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
-        output = self._engine.step(
-            optimizer,
-            closure,
-            index=next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), -1),
-            automatic=model.automatic_optimization,
-            hooks=hooks,
-            clipping=clipping,
-            rerun=partial(self._evaluate_again, optimizer, model, closure),
-            trial=self._searches and _lightning.is_trial(self._pl, trainer),
-            **kwargs,
-        )
+        window = self._window if model.automatic_optimization else None
+        is_trial = self._searches and _lightning.is_trial(self._pl, trainer)
+        try:
+            output = self._engine.step(
+                optimizer,
+                closure,
+                index=next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), -1),
+                automatic=model.automatic_optimization,
+                hooks=hooks,
+                clipping=clipping,
+                rerun=partial(self._evaluate_again, optimizer, model, closure),
+                trial=is_trial,
+                window=window,
+                **kwargs,
+            )
+        except BaseException:
+            self._roll_back()
+            raise
+        report = self._engine.last_step
+        is_held = report is not None and report.outcome == "skipped" and not is_trial  # a search counts all its steps
+        if is_held:
+            _lightning.hold_global_step(trainer)
+        if window is not None:
+            window.is_held = is_held
+            window.close()
         self._tell_precision(trainer)
         return output
 
@@ -353,61 +336,9 @@ class AdaptiveMixedPrecisionMixin(_MixedPrecision):
             clip = gradients.clip_value_ if gradient_clip_algorithm == "value" else gradients.clip_norm_
             clip(grads, clip_val)
 
-    # State ------------------------------------------------------------------------------------------------------------
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return state_of(self._up_to_date())
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over scale and counters, from stock's ``MixedPrecision`` too; arguments of the constructor stay.
-
-        With a callback that decides on the precision, a run that had moved to a wider one goes on in it; that is all
-        that is loaded for an evaluation.
-
-        Raises:
-            ValueError: If the state was written by a later version of the package.
-
-        """
-        load_state(
-            self._up_to_date(),
-            state_dict,
-            keeps_fallback=self.policy is not None or self._searches,
-            only_precision=self._evaluates,
-        )
-        self._is_new = self._is_new and not self._evaluates
-        saved = state_dict.get("precision", self._engine.precision)
-        if saved != state_dict.get("configured_precision", saved) and is_wider(saved, self._engine.precision):
-            _notify(
-                logging.WARNING,
-                f"The run of this checkpoint had moved to {saved!r} and is now computed in {self._engine.precision!r},"
-                " which could not hold it. Add the PrecisionFallback callback to go on where it was.",
-            )
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # So that a user can go back to stock.
-        checkpoint["MixedPrecision"] = stock_state_of(self._up_to_date())
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        names = (type(self).__qualname__, "AdaptiveMixedPrecision", "MixedPrecision")
-        name = next((name for name in names if name in checkpoint), names[0])
-        if name != names[0]:  # Lightning loads the first itself, but not that of a subclass, or of stock
-            self.load_state_dict(checkpoint[name])
-
 
 def _largest_of_all_ranks(device: torch.device, flags: Tensor) -> Tensor:
     # Not strategy.reduce, which waits for the device in a barrier first.
     flags = flags.to(device)
     torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
     return flags
-
-
-@rank_zero_only
-def _notify(level: int, text: str) -> None:
-    if level < logging.WARNING:
-        rank_zero_info(text)
-    else:  # with a registry of its own: once for each run, and not once for each process
-        warnings.warn_explicit(text, RuntimeWarning, __file__, 1, module=__name__, registry={})

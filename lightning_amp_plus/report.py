@@ -28,8 +28,8 @@ class StepReport:
         step: How many optimizer steps the fit had made before this one, skipped ones included.
         optimizer: The position of the optimizer in ``trainer.optimizers``.
         precision: What the step ran in.
-        scale: The loss scale its gradients were made with; 1 without loss scaling.
-        attempts: Forward and backward passes over the window that it took.
+        scale: The loss scale that the gradients of the last attempt were made with; 1 without loss scaling.
+        attempts: How often its micro-batches were run, forward and backward: 1 for a step that was not run again.
         outcome: ``"applied"`` or ``"skipped"``.
         non_finite: Where the inf or NaN of a skipped step was seen: in the loss, in the gradients that backward left,
             or in what a hook or a clipping of the user's made of finite gradients. ``None`` for an applied step.
@@ -58,12 +58,14 @@ class StepCounters:
         applied_steps: Steps that changed the weights.
         skipped_steps: Steps that did not, because the loss or a gradient was not finite.
         recent: The last 100 steps, one bit each, the newest lowest: 1 if the step met an inf or NaN.
+        retried_attempts: Attempts beyond the first of their step.
 
     """
 
     applied_steps: int = 0
     skipped_steps: int = 0
     recent: int = field(default=0, repr=False)
+    retried_attempts: int = 0
 
     @property
     def overflow_rate(self) -> float:
@@ -71,11 +73,13 @@ class StepCounters:
         steps = min(self.applied_steps + self.skipped_steps, _WINDOW)
         return self.recent.bit_count() / steps if steps else 0.0
 
-    def after(self, outcome: Outcome) -> StepCounters:
-        """Return the counters one step later."""
+    def after(self, outcome: Outcome, attempts: int = 1) -> StepCounters:
+        """Return the counters one step later, which took so many attempts."""
         skipped = outcome == "skipped"
+        unclean = skipped or attempts > 1
         return StepCounters(
             self.applied_steps + (not skipped),
             self.skipped_steps + skipped,
-            (self.recent << 1 | skipped) & ((1 << _WINDOW) - 1),
+            (self.recent << 1 | unclean) & ((1 << _WINDOW) - 1),
+            self.retried_attempts + attempts - 1,
         )

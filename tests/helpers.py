@@ -39,7 +39,7 @@ def make_plugin(
     precision: Precision = "16-mixed", scale: float = 2.0**8, max_skipped: int = 10, **rules: Any
 ) -> AdaptiveMixedPrecision:
     """The plugin with a scale that ``Exact`` does not overflow with, up to batches of 64 times ``ROW``."""
-    return AdaptiveMixedPrecision(precision, LossScale(init_scale=scale, **rules), max_skipped)
+    return AdaptiveMixedPrecision(precision, LossScale(init_scale=scale, **rules), max_skipped, retries=0)
 
 
 def scale_of(plugin: AdaptiveMixedPrecision) -> float:

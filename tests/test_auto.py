@@ -16,7 +16,7 @@ from functools import partial
 from importlib import import_module
 from itertools import permutations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -86,9 +86,9 @@ class Watching(Exact):
         return self(batch)
 
 
-def auto() -> AdaptiveMixedPrecision:
+def auto(precision: Literal["auto"] | Precision = "auto") -> AdaptiveMixedPrecision:
     """The plugin with a loss scale that does not overflow."""
-    return AdaptiveMixedPrecision(loss_scale=LossScale(init_scale=2.0**8))
+    return AdaptiveMixedPrecision(precision, LossScale(init_scale=2.0**8))
 
 
 def run(trainer: pl.Trainer, stage: str, module: pl.LightningModule, **kwargs: Any) -> None:
@@ -127,7 +127,7 @@ def warned(record: Sequence[warnings.WarningMessage], text: str) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_is_decided_before_any_forward(stage: str, precision: Precision, device: Device) -> None:
     device.precision = precision
-    plugin, module = AdaptiveMixedPrecision(), Watching()
+    plugin, module = auto(), Watching()
     trainer = make_trainer(plugin)
     assert (trainer.precision, plugin.precision, plugin.scaler, device.asked) == ("auto", "auto", None, 0)
     run(trainer, stage, module)
@@ -141,7 +141,7 @@ def test_it_is_decided_before_any_forward(stage: str, precision: Precision, devi
 def test_the_sanity_check_and_validation_of_a_fit_compute_in_it(precision: Precision, device: Device) -> None:
     device.precision = precision
     module = Watching()
-    make_trainer(AdaptiveMixedPrecision(), num_sanity_val_steps=1).fit(module, factors(1), factors(1))
+    make_trainer(auto(), num_sanity_val_steps=1).fit(module, factors(1), factors(1))
     assert module.seen == [(DTYPES[precision], precision)] * 3
 
 
@@ -166,7 +166,7 @@ def on_device(plugin: AdaptiveMixedPrecision, name: str) -> str:
 
 
 def test_another_type_of_device_decides_anew(device: Device) -> None:
-    plugin, module = AdaptiveMixedPrecision(), Watching()
+    plugin, module = auto(), Watching()
     assert on_device(plugin, "meta") == "32-true"
     assert device.asked == 0
     device.precision = "16-mixed"
@@ -198,7 +198,7 @@ def test_an_explicit_precision_asks_nobody(precision: Precision, monkeypatch: py
         raise AssertionError("nobody may ask")
 
     monkeypatch.setattr(hardware, "_cpu_flags", refuse)
-    plugin, module = AdaptiveMixedPrecision(precision), Watching()
+    plugin, module = auto(precision), Watching()
     assert make_trainer(plugin).precision == precision
     for stage in STAGES:
         run(make_trainer(plugin), stage, module)
@@ -279,19 +279,19 @@ def test_a_chosen_float16_is_scaled_from_the_first_step_and_resumes(device: Devi
     trainer = make_trainer(plugin)
     trainer.fit(module, factors(*[1] * 5))  # 2 * 2^15 is too large for float16
     assert module.at_start == (2.0**16, 0)
-    assert plugin.counters == StepCounters(applied_steps=3, skipped_steps=2, recent=0b11000)
+    assert plugin.counters == StepCounters(applied_steps=5, retried_attempts=2, recent=0b10000)
     assert plugin.last_step is not None
     assert (plugin.last_step.scale, plugin.last_step.precision) == (2.0**14, "16-mixed")
-    assert module.weight.tolist() == (-3 * ROW).tolist()
+    assert module.weight.tolist() == (-5 * ROW).tolist()
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["AdaptiveMixedPrecision"]
     assert (saved["precision"], saved["configured_precision"], saved["scale"]) == ("16-mixed", "16-mixed", 2.0**14)
 
     plugin, module = AdaptiveMixedPrecision(), Scaled()
     make_trainer(plugin, max_epochs=2).fit(module, factors(*[1] * 5), ckpt_path=tmp_path / "a.ckpt")
-    assert module.at_start == (2.0**14, 3)
-    assert plugin.counters == StepCounters(applied_steps=8, skipped_steps=2, recent=0b1100000000)
-    assert module.weight.tolist() == (-8 * ROW).tolist()
+    assert module.at_start == (2.0**14, 5)
+    assert plugin.counters == StepCounters(applied_steps=10, retried_attempts=2, recent=0b1000000000)
+    assert module.weight.tolist() == (-10 * ROW).tolist()
 
 
 # What is said ---------------------------------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ def test_the_model_summary_runs_and_warns_as_without_the_plugin(precision: Preci
     device.precision = precision
     expected = [] if precision == "32-true" else [f"Precision {precision} is not supported by the model summary."]
     stock = None if precision == "32-true" else pl.plugins.MixedPrecision(precision, "cpu")
-    found = warnings_of(AdaptiveMixedPrecision())
+    found = warnings_of(auto())
     assert [text[: text.index(".") + 1] for text in found] == expected
     if precision != "16-mixed" or torch.cuda.is_available():  # stock's scaler is of CUDA
         assert warnings_of(stock) == found
@@ -596,6 +596,10 @@ def work_on(devices: tuple[Precision, Precision], job: str, rank: int) -> dict[s
         else:
             if job == "alone first":  # as in a script that tries its model on one device before it starts the ranks
                 run(make_trainer(plugin), "test", Watching())
+            if job == "alone between":
+                parallel(plugin).fit(Watching(), factors(1))
+                if rank == 0:
+                    run(make_trainer(plugin), "validate", Watching())
             parallel(plugin).fit(module, factors(*[1 + 2 * rank] * 2))
     rank_zero.log.removeHandler(said)
     return {
@@ -614,7 +618,8 @@ def jobs(_: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     names += [
         f"{job}, {first}, {second}" for job in ("test", "explicit") for first, second in permutations(PRECISIONS, 2)
     ]
-    for name in [*names, "alone first, bf16-mixed, 16-mixed"]:
+    names += [f"{job}, bf16-mixed, 16-mixed" for job in ("alone first", "alone between")]
+    for name in names:
         job, *devices = name.split(", ")
         yield name, partial(work_on, tuple(devices), job, int(os.environ["LOCAL_RANK"]))  # type: ignore[arg-type]
 
@@ -671,6 +676,15 @@ def test_ranks_agree_though_each_had_chosen_alone_before(ranks: Ranks) -> None:
     for result in ranks("auto", "alone first, bf16-mixed, 16-mixed"):
         assert result["dtypes"] == ["torch.float16"] * 2
         assert result["weight"] == (-4 * ROW).tolist()
+
+
+def test_ranks_agree_though_one_has_evaluated_alone_in_between(ranks: Ranks) -> None:
+    """The choice is a collective: were it to depend on what one rank remembers, the ranks would miss each other."""
+    for result in ranks("auto", "alone between, bf16-mixed, 16-mixed"):
+        assert result["precision"] == "16-mixed"
+        assert result["dtypes"] == ["torch.float16"] * 2
+        assert result["weight"] == (-4 * ROW).tolist()
+        assert result["asked"] == 2
 
 
 if __name__ == "__main__":

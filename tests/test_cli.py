@@ -74,7 +74,13 @@ NON_DEFAULT: dict[str, dict[str, Any]] = {
         "hysteresis": 3,
         "dynamic": False,
     },
-    "AdaptiveMixedPrecision": {"precision": "16-mixed", "loss_scale": None, "max_skipped": 5},  # loss_scale: see below
+    "AdaptiveMixedPrecision": {
+        "precision": "16-mixed",
+        "loss_scale": None,  # see below
+        "max_skipped": 5,
+        "retries": 2,
+        "exclude_buffers": ["*.queue"],
+    },
     "PrecisionFallback": {"ladder": ["16-mixed", "32-true"], "patience": 2},
     "AMPMonitor": {"prog_bar": True},
 }
@@ -112,7 +118,9 @@ def read_back(cli: Any) -> dict[str, dict[str, Any]]:
         "AdaptiveMixedPrecision": {
             "precision": plugin.precision,
             "loss_scale": plugin.scaler and plugin.scaler.loss_scale,
-            "max_skipped": plugin._engine.max_skipped,
+            "max_skipped": plugin.max_skipped,
+            "retries": plugin._engine.retries,
+            "exclude_buffers": plugin._exclude_buffers,
         }
     }
     for callback in cli.trainer.callbacks:
@@ -152,6 +160,8 @@ def test_yaml_sets_every_argument(world: World, has_class_path: bool, tmp_path: 
             "precision": "16-mixed",
             "loss_scale": LossScale(**rules),
             "max_skipped": 5,
+            "retries": 2,
+            "exclude_buffers": ("*.queue",),
             "class": world.ours.AdaptiveMixedPrecision,
         },
         "PrecisionFallback": {
@@ -250,6 +260,8 @@ def test_a_users_subclass_that_hands_its_keywords_on(world: World) -> None:
     assert read_back(cli)["AdaptiveMixedPrecision"] == {
         "class": subclass,
         "precision": "16-mixed",
+        "retries": 5,
+        "exclude_buffers": (),
         "loss_scale": LossScale(init_scale=1024.0),
         "max_skipped": 5,
     }

@@ -20,11 +20,12 @@ from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer, SparseAdam
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp_plus.engine import NonFiniteStepError, StepEngine
+from lightning_amp_plus.engine import StepEngine
 from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.gradients import parameters_of
 from lightning_amp_plus.loss_scale import LossScale, LossScaleState, next_state
 from lightning_amp_plus.report import Precision
+from lightning_amp_plus.skips import NonFiniteStepError
 
 INF, NAN = math.inf, math.nan
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -743,10 +744,12 @@ def test_restart_forgets_everything() -> None:
         engine.request_grad_norm()
     engine.restart()
     new = engine_of(scale=4.0, max_skipped=2, hysteresis=2)
-    hidden = ("loss_scaler", "notify", "agree")
-    assert {k: v for k, v in vars(engine).items() if k not in hidden} == {
-        k: v for k, v in vars(new).items() if k not in hidden
-    }
+
+    def fields(owner: object) -> dict[str, Any]:
+        return {k: v for k, v in vars(owner).items() if k not in ("loss_scaler", "skips", "notify", "agree")}
+
+    assert fields(engine) == fields(new)
+    assert fields(engine.skips) == fields(new.skips)
     assert engine.loss_scaler.state == new.loss_scaler.state
 
 
@@ -757,7 +760,7 @@ def test_each_kind_of_incident_is_said_once() -> None:
     said = list[tuple[int, str]]()
     a = ones(2)
     engine, optimizer = engine_of(), sgd(a)
-    engine.notify = lambda level, text: said.append((level, text))
+    engine.skips.notify = lambda level, text: said.append((level, text))
     for _ in range(2):
         automatic(engine, optimizer, loss_of((a, INF)))
         automatic(engine, optimizer, loss_of((a, 1.0), value=NAN))
@@ -1122,7 +1125,7 @@ def test_a_fault_on_one_rank_is_one_on_both(precision: Precision, path: str, pai
     assert ranks.calls[0] == ranks.calls[1] >= 2
     one, two = ranks.engines
     assert one.loss_scaler.state == two.loss_scaler.state
-    assert (one.counters, one.skipped_in_a_row) == (two.counters, two.skipped_in_a_row)
+    assert (one.counters, one.skips.in_a_row) == (two.counters, two.skips.in_a_row)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -1506,7 +1509,7 @@ def test_any_run_is_the_run_without_its_faulty_steps(
             in_a_row %= 3
         else:
             in_a_row = 0
-        assert engine.skipped_in_a_row.get(0, 0) == in_a_row
+        assert engine.skips.in_a_row.get(0, 0) == in_a_row
         if place is not None:
             continue
         plain.zero_grad()

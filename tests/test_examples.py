@@ -35,8 +35,11 @@ def table_of(stdout: str) -> dict[str, str]:
 
 
 def logged(picture: Path, key: str) -> list[float]:
+    """One value for each step, skipped ones included; what is logged again at the end of an epoch counts once."""
     with open(picture.parent / "metrics.csv", newline="") as file:
-        return [float(row[key]) for row in csv.DictReader(file) if row["loss"]]
+        rows = [row for row in csv.DictReader(file) if row[key]]
+    steps = [float(row["amp/applied_steps"]) + float(row["amp/skipped_steps"]) for row in rows]
+    return [float(row[key]) for _, row in sorted(dict(zip(steps, rows, strict=True)).items())]
 
 
 # digits.py ------------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def bits(text: str) -> int:
 
 
 def counted(text: str) -> StepCounters:
-    return StepCounters(text.count("."), text.count("x"), bits(text))
+    return StepCounters(text.count("."), text.count("x"), recent=bits(text))
 
 
 def fit_and_listen(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> list[str]:
@@ -266,7 +266,7 @@ class Two(pl.LightningModule):
 def test_gradients_count_from_the_floor_on(
     rules: dict[str, Any], lowered: int, floor: float, patience: int, manual: bool
 ) -> None:
-    plugin, module = AdaptiveMixedPrecision("16-mixed", LossScale(**rules)), Steep(manual=manual)
+    plugin, module = AdaptiveMixedPrecision("16-mixed", LossScale(**rules), retries=0), Steep(manual=manual)
     failed = lowered + patience
     trainer = make_trainer(plugin, callbacks=[PrecisionFallback(patience=patience)])
     (told,) = fit_and_listen(trainer, module, batches(failed + 2))
@@ -280,6 +280,17 @@ def test_gradients_count_from_the_floor_on(
     assert plugin.state_dict()["scale"] == floor
     assert plugin.state_dict()["counters"]["skipped_in_a_row"] == {0: 0}
     assert plugin.last_step == StepReport(failed + 1, 0, "bf16-mixed", 1.0, 1, "applied", grad_norm=2.0**19)
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+def test_a_step_counts_at_once_when_no_retry_has_helped(dynamic: bool) -> None:
+    """At 2^4, 2^3, 2^2 and 1 in each step; the lasting scale is not to blame."""
+    plugin, module = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=16.0, dynamic=dynamic)), Steep()
+    told = fit_and_listen(make_trainer(plugin, callbacks=[PrecisionFallback(patience=2)]), module, batches(4))
+    assert told == [text(2, "16-mixed", GRADIENTS, 2, "bf16-mixed")]
+    assert module.dtypes == [torch.float16] * 4 * 2 + [torch.bfloat16] * 2
+    assert plugin.counters == StepCounters(2, 2, retried_attempts=6, recent=bits("xx.."))
+    assert plugin.state_dict()["scale"] == 16.0
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
@@ -300,10 +311,10 @@ def test_a_skip_that_lowers_the_scale_neither_counts_nor_forgives() -> None:
 
     class Mixed(Hot):
         def loss(self, batch: Tensor) -> Tensor:
-            nan = torch.tensor(math.nan if self.global_step in (0, 2) else 1.0)
+            nan = torch.tensor(math.nan if self.trainer.fit_loop.epoch_loop.batch_idx in (0, 2) else 1.0)
             return self.linear(batch * 2.0**10).float().sum() * 2.0**-7 * nan
 
-    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**13))
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**13), retries=0)
     trainer = make_trainer(plugin, callbacks=[PrecisionFallback(patience=2)])
     assert fit_and_listen(trainer, Mixed(), batches(4)) == [text(2, "16-mixed", LOSS, 3, "bf16-mixed")]
     assert plugin.counters == counted("xxx.")
@@ -429,7 +440,8 @@ def test_each_optimizer_has_a_patience_of_its_own() -> None:
 
     class Sometimes(Two):
         def loss_of(self, name: str, batch: Tensor) -> Tensor:
-            return super().loss_of(name, batch) * (math.nan if self.trainer.global_step % 6 < 4 else 1)
+            bad = self.trainer.fit_loop.epoch_loop.batch_idx % 3 < 2
+            return super().loss_of(name, batch) * (math.nan if bad else 1)
 
     module = Sometimes(lambda i: "az ab as bz bb bs")
     plugin = fit_two(module, 6)
@@ -661,7 +673,6 @@ def test_without_the_callback_a_checkpoint_is_used_in_the_configured_precision(t
         assert wider.counters == counted("xxx....")
 
 
-@pytest.mark.xfail(strict=True, reason="the failing forwards leave inf and NaN in BatchNorm's running statistics")
 def test_a_model_with_batch_norm_can_be_evaluated_after_the_move() -> None:
     class Normed(Everywhere):
         def __init__(self) -> None:
@@ -894,8 +905,8 @@ def test_a_weight_average_is_one_of_the_weights_there_were() -> None:
     plugin, module = AdaptiveMixedPrecision("16-mixed"), Everywhere()
     average = pl.callbacks.WeightAveraging()
     fit_and_listen(make_trainer(plugin, callbacks=[PrecisionFallback(), average]), module, batches(6))
-    # Skipped steps count in the average, as they do in stock: 3 times 1, then 15/16, 14/16, 13/16.
-    assert module.linear.weight.item() == pytest.approx((3 + 15 / 16 + 14 / 16 + 13 / 16) / 6, abs=1e-6)
+    # Skipped steps do not count in the average: 15/16, 14/16, 13/16.
+    assert module.linear.weight.item() == pytest.approx((15 / 16 + 14 / 16 + 13 / 16) / 3, abs=1e-6)
     assert plugin.counters == counted("xxx...")
 
 
@@ -946,7 +957,7 @@ def test_the_monitor_logs_the_move() -> None:
             self.bits.append(float(trainer.callback_metrics["amp/mantissa_bits"]))
             self.scales.append(float(trainer.callback_metrics["amp/loss_scale"]))
 
-    plugin, read = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=4.0)), Read()
+    plugin, read = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=4.0), retries=0), Read()
     callbacks = [PrecisionFallback(patience=2), AMPMonitor(), read]
     fit_and_listen(make_trainer(plugin, callbacks=callbacks, log_every_n_steps=1), Steep(), batches(6))
     assert read.bits == [10, 10, 10, 10, 7, 7]
@@ -1073,7 +1084,7 @@ def test_the_warning_of_a_static_scale_blames_it() -> None:
         def loss(self, batch: Tensor) -> Tensor:
             return self.linear(batch).float().sum() * 2
 
-    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(dynamic=False))
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(dynamic=False), retries=0)
     trainer = make_trainer(plugin, callbacks=[PrecisionFallback()])
     (told,) = fit_and_listen(trainer, Mild(), batches(5))
     assert "no lower loss scale can help" not in told

@@ -318,13 +318,14 @@ STATE = {
     "growth_interval": 3,
     "_growth_tracker": 2,
     "hysteresis": 3,
+    "search": [],
 }
 
 
 def test_state_holds_every_number_as_a_builtin() -> None:
     state = changed_scaler().state_dict()
     assert state == STATE
-    assert {type(value) for value in state.values()} == {int, float}
+    assert {type(value) for value in state.values()} == {int, float, list}
 
 
 @pytest.mark.parametrize(
@@ -348,6 +349,19 @@ def test_a_copy_goes_on_as_the_original(clone: Callable[[DynamicLossScaler], Dyn
     assert [scale for scale, _, _ in expected] == [2.0**n for n in (4, 4, 4, 6, 6, 6, 6, 3, 0, 0, 0, 2)]
 
 
+def test_a_search_goes_on_from_a_state_dict() -> None:
+    """Between 2^0, which works, and 2^16, which does not, the next clean steps try 2^8, 2^12, 2^14 and 2^15."""
+    scaler = DynamicLossScaler(LossScale())
+    scaler.record_cure(failed=2.0**16, worked=1.0)
+    assert scaler.state_dict()["search"] == [1.0, 2.0**16]
+    copied = through_state_dict(scaler)
+    assert copied.state == scaler.state
+    for exponent in (8, 12, 14, 15, 15):
+        assert copied.get_scale() == 2.0**exponent
+        copied.record(overflow=False)
+    assert copied.state_dict()["search"] == []
+
+
 def through_state_dict(scaler: DynamicLossScaler) -> DynamicLossScaler:
     """Through a state dict and back, with rules that are those of ``scaler``."""
     fresh = DynamicLossScaler(scaler.loss_scale)
@@ -358,7 +372,7 @@ def through_state_dict(scaler: DynamicLossScaler) -> DynamicLossScaler:
 def test_torch_reads_our_state_and_we_read_that_of_torch() -> None:
     stock = torch.amp.GradScaler("cpu")
     stock.load_state_dict(changed_scaler().state_dict())
-    assert stock.state_dict() == {key: value for key, value in STATE.items() if key != "hysteresis"}
+    assert stock.state_dict() == {key: STATE[key] for key in stock.state_dict()}
     assert [scale for scale, _, _ in scale_sequence(stock, [False, True])] == [2.0**9, 2.0**6]
 
     stock = torch.amp.GradScaler("cpu", 2.0**7, 4.0, 0.125, 3)
@@ -384,6 +398,7 @@ def test_rules_of_the_constructor_win_over_saved_ones() -> None:
         "growth_interval": 5,
         "_growth_tracker": 2,
         "hysteresis": 3,
+        "search": [],
     }
     assert [scale for scale, _, _ in scale_sequence(scaler, [False] * 3 + [True])] == [2.0**7, 2.0**7, 2.0**8, 2.0**6]
 

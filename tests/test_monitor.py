@@ -21,7 +21,14 @@ from lightning_amp_plus.report import Precision
 
 SCALE = 2.0**10
 BITS: dict[Precision, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
-ALWAYS = {"amp/loss_scale", "amp/mantissa_bits", "amp/applied_steps", "amp/skipped_steps", "amp/overflow_rate"}
+ALWAYS = {
+    "amp/loss_scale",
+    "amp/mantissa_bits",
+    "amp/applied_steps",
+    "amp/skipped_steps",
+    "amp/retried_attempts",
+    "amp/overflow_rate",
+}
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
@@ -138,12 +145,23 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
         return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
+def by_step(rows: Sequence[dict[str, float]]) -> dict[int, dict[str, float]]:
+    """The rows by the position of their step among all, skipped ones included: in the x-axis those have no place."""
+    return {int(row["amp/applied_steps"] + row["amp/skipped_steps"]) - 1: row for row in rows}
+
+
+def expected_axis(bad: Sequence[bool]) -> list[int]:
+    """Where each step is on the x-axis: a skipped one where the next one will be."""
+    return [bad[:i].count(False) for i in range(len(bad))]
+
+
 def expected_counts(bad: Sequence[bool]) -> list[dict[str, float]]:
     """The counts after each step; ``bad`` says which were skipped."""
     return [
         {
             "amp/applied_steps": bad[: i + 1].count(False),
             "amp/skipped_steps": bad[: i + 1].count(True),
+            "amp/retried_attempts": 0,
             "amp/overflow_rate": sum(bad[max(i - 99, 0) : i + 1]) / min(i + 1, 100),
         }
         for i in range(len(bad))
@@ -165,17 +183,20 @@ def test_csv(tmp_path: Path, precision: Precision, accumulate: int, log_every: i
     x = batches(count, bad=[1 * accumulate, 5 * accumulate - 1])  # windows 1 and 4
     fit(x, precision=precision, log_to=tmp_path, accumulate_grad_batches=accumulate, log_every_n_steps=log_every)
     norms = true_norms(x, accumulate)
-    counts = expected_counts([math.isnan(norm) for norm in norms])
+    bad = [math.isnan(norm) for norm in norms]
+    counts, axis = expected_counts(bad), expected_axis(bad)
     last = len(norms) - 1
     rows = rows_of(tmp_path)
-    assert {row["step"] for row in rows} == {i for i in range(last + 1) if (i + 1) % log_every == 0 or i == last}
+    logged = {i for i in range(last + 1) if (axis[i] + 1) % log_every == 0}
+    assert set(by_step(rows)) == logged | {last}
     for row in rows:
-        step = int(row["step"])
+        (step,) = by_step([row])
+        assert row["step"] == axis[step]
         assert set(row) >= ALWAYS
         assert row["amp/loss_scale"] == (SCALE if precision == "16-mixed" else 1)
         assert row["amp/mantissa_bits"] == BITS[precision]
         assert {key: row[key] for key in counts[step]} == counts[step]
-        if (step + 1) % log_every == 0 and not math.isnan(norms[step]):
+        if step in logged and not bad[step]:
             assert row["amp/grad_norm"] == pytest.approx(norms[step], rel=1e-6)
 
 
@@ -197,11 +218,24 @@ def test_csv_when_max_steps_ends_the_second_epoch_early(tmp_path: Path, accumula
 
 def test_csv_follows_the_scale_down(tmp_path: Path) -> None:
     """Two rows of ones: the float16 gradient of a weight is the scale, and finite from 2^15 down."""
-    fit(torch.ones(8, 2, 3), loss_scale=LossScale(init_scale=2.0**20), log_to=tmp_path, log_every_n_steps=1)
-    rows = {int(row["step"]): row for row in rows_of(tmp_path)}
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**20), retries=0)
+    fit(torch.ones(8, 2, 3), plugin=plugin, log_to=tmp_path, log_every_n_steps=1)
+    rows = by_step(rows_of(tmp_path))
+    assert [rows[i]["step"] for i in range(8)] == [0, 0, 0, 0, 0, 0, 1, 2]
     assert [math.log2(rows[i]["amp/loss_scale"]) for i in range(8)] == [19, 18, 17, 16, 15, 15, 15, 15]
     assert [rows[i]["amp/skipped_steps"] for i in range(8)] == [1, 2, 3, 4, 5, 5, 5, 5]
     assert [rows[i]["amp/applied_steps"] for i in range(8)] == [0, 0, 0, 0, 0, 1, 2, 3]
+
+
+def test_csv_counts_the_attempts_that_found_the_scale(tmp_path: Path) -> None:
+    """As above, with retries: at 2^19, 2^18, 2^16 and 2^12 in the first step; then 2^14 and 2^15 are tried."""
+    fit(torch.ones(5, 2, 3), loss_scale=LossScale(init_scale=2.0**20), log_to=tmp_path, log_every_n_steps=1)
+    rows = by_step(rows_of(tmp_path))
+    assert [rows[i]["step"] for i in range(5)] == [0, 1, 2, 3, 4]
+    assert [math.log2(rows[i]["amp/loss_scale"]) for i in range(5)] == [14, 15, 15, 15, 15]
+    assert [rows[i]["amp/retried_attempts"] for i in range(5)] == [4] * 5
+    assert [rows[i]["amp/skipped_steps"] for i in range(5)] == [0] * 5
+    assert [rows[i]["amp/overflow_rate"] for i in range(5)] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
 
 
 @pytest.mark.parametrize("log_every", [1, 3])
@@ -224,7 +258,7 @@ def test_csv_of_manual_optimization(tmp_path: Path, precision: Precision, log_ev
 def test_overflow_rate_forgets_after_100_steps(tmp_path: Path) -> None:
     bad = [*range(0, 20, 2), 50]  # none left to raise: never two in a row
     fit(batches(125, bad=bad), precision="32-true", log_to=tmp_path, log_every_n_steps=1)
-    rates = {int(row["step"]): row["amp/overflow_rate"] for row in rows_of(tmp_path)}
+    rates = {step: row["amp/overflow_rate"] for step, row in by_step(rows_of(tmp_path)).items()}
     counts = expected_counts([i in bad for i in range(125)])
     assert [rates[i] for i in range(125)] == [count["amp/overflow_rate"] for count in counts]
     assert rates[99] == 0.11
@@ -246,7 +280,8 @@ def test_two_loggers_get_the_same(tmp_path: Path) -> None:
     fit(batches(5, bad=[2]), logger=loggers, log_every_n_steps=2)
     rows = [rows_of(tmp_path / name) for name in "ab"]
     assert rows[0] == rows[1]
-    assert [row["amp/applied_steps"] for row in rows[0]] == [2, 3, 4]  # at steps 1 and 3, and at the end
+    assert [row["amp/applied_steps"] for row in rows[0]] == [2, 4, 4]  # at steps 1 and 3, and at the end
+    assert [row["amp/skipped_steps"] for row in rows[0]] == [0, 1, 1]
 
 
 def test_a_second_fit_counts_from_zero(tmp_path: Path) -> None:
@@ -264,7 +299,8 @@ def test_resumed_counts_go_on(tmp_path: Path) -> None:
     plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=8.0))
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "ckpt_path": tmp_path / "a.ckpt"}
     fit(x, plugin=plugin, log_to=tmp_path / "b", **options)
-    rows = {int(row["step"]): row for row in rows_of(tmp_path / "b")}
+    rows = by_step(rows_of(tmp_path / "b"))
+    assert [rows[i]["step"] for i in (4, 5, 6, 7)] == [3, 4, 4, 5]
     assert [rows[i]["amp/applied_steps"] for i in (4, 5, 6, 7)] == [4, 4, 5, 6]
     assert [rows[i]["amp/skipped_steps"] for i in (4, 5, 6, 7)] == [1, 2, 2, 2]
     assert rows[4]["amp/loss_scale"] == SCALE
@@ -307,7 +343,8 @@ def test_a_skipped_step_has_no_grad_norm(tmp_path: Path, precision: Precision, c
     """Nor that of the step before it, which Lightning would log again."""
     x = batches(4, bad=[0, 2])
     fit(x, precision=precision, log_to=tmp_path, log_every_n_steps=1, gradient_clip_val=clip)
-    rows = {int(row["step"]): row for row in rows_of(tmp_path)}
+    rows = by_step(rows_of(tmp_path))
+    assert [rows[i]["step"] for i in range(4)] == [0, 0, 1, 1]
     assert not any(math.isnan(value) for row in rows.values() for value in row.values())
     assert {step: "amp/grad_norm" in row for step, row in rows.items()} == {0: False, 1: True, 2: False, 3: True}
 

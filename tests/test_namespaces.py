@@ -63,7 +63,7 @@ def test_a_checkpoint_moves_between_them(here: str, there: str, tmp_path: Path) 
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     state = trainer.precision_plugin.state_dict()
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["AdaptiveMixedPrecision"] == state
-    assert 0 < state["counters"]["skipped_steps"] < 16
+    assert state["counters"]["retried_attempts"] > 0
     trainer, module = fit(there, 2, tmp_path / "a.ckpt")
     uninterrupted, expected = fit(there, 2)
     assert trainer.precision_plugin.state_dict() == uninterrupted.precision_plugin.state_dict()

@@ -37,7 +37,7 @@ PUBLIC = [
 ]
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 BINDINGS = ("lightning_pytorch.py", "pytorch_lightning.py")  # all that imports Lightning when it runs
-ADAPTERS = ("_lightning.py", "precision.py", "callbacks/", *BINDINGS)
+ADAPTERS = ("_lightning.py", "precision.py", "state.py", "window.py", "callbacks/", *BINDINGS)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,15 @@ def test_only_the_bindings_load_lightning() -> None:
         "amp.LossScale, amp.DynamicLossScaler, amp.NonFiniteStepError, amp.StepCounters, amp.StepReport, dir(amp)",
     )
     assert "torch" in found
-    assert not found & {"lightning", "pytorch_lightning", "torchmetrics"}
+    assert not found & {"lightning", "pytorch_lightning"}
+
+
+def test_the_engine_and_all_it_imports_are_plain_torch() -> None:
+    plain = {path for path in SOURCES if not path.startswith((*ADAPTERS, "__", "transaction.py"))}
+    assert {"batches.py", "checkpoint.py", "engine.py", "gradients.py", "loss_scale.py", "skips.py"} <= plain
+    found = imported_by(*(f"import lightning_amp_plus.{path[:-3]}" for path in sorted(plain)))
+    assert "torch" in found
+    assert not found & {"lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +247,9 @@ PRIVATE = {
 def private_uses(source: str) -> Iterator[str]:
     """Private names of Lightning that a source uses, and any private attribute of what is not the object itself."""
     yield from (name for name in imported(source) if is_lightning(name) and "._" in name)
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    keys = {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}  # of an object's own state
+    for node in nodes:
         name, owner = "", None
         if isinstance(node, ast.Attribute):
             name, owner = node.attr, node.value
@@ -249,7 +259,8 @@ def private_uses(source: str) -> Iterator[str]:
             name = node.name  # of an override
         if not name.startswith("_") or name.startswith("__"):
             continue
-        is_own = isinstance(node, ast.FunctionDef) or (isinstance(owner, ast.Name) and owner.id == "self")
+        is_own = isinstance(node, ast.FunctionDef) or id(node) in keys
+        is_own = is_own or (isinstance(owner, ast.Name) and owner.id == "self")
         if name in PRIVATE or not is_own:
             yield name
 
@@ -257,7 +268,7 @@ def private_uses(source: str) -> Iterator[str]:
 def test_only_the_adapters_import_lightning() -> None:
     importers = {path for path, source in SOURCES.items() if any(is_lightning(name) for name in imported(source))}
     assert {path for path in importers if not path.startswith(ADAPTERS)} == set()
-    assert {"_lightning.py", "precision.py", *BINDINGS} <= importers  # the scan sees them
+    assert {"_lightning.py", "precision.py", "window.py", *BINDINGS} <= importers  # the scan sees them
 
 
 def test_only_one_file_touches_private_names_of_lightning() -> None:
@@ -273,6 +284,8 @@ def test_only_one_file_touches_private_names_of_lightning() -> None:
         "trainer._results",
         "self.trainer.fit_loop._data_source",
         "getattr(trainer, '_results')",
+        "vars(trainer)['_results']",
+        "vars(plugin).update({'_after_closure': None})",
         "self._clip_gradients",
         "from lightning.pytorch.loops.fit_loop import _FitLoop",
         "class A:\n    def _after_closure(self): ...",

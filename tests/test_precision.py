@@ -601,7 +601,7 @@ def test_an_infinite_loss_is_skipped_though_its_gradients_are_finite(
 def test_nan_made_by_a_hook_never_reaches_the_weights(precision: Precision, clip: str, hook: str) -> None:
     def spoil(module: Exact) -> None:
         assert module.linear.weight.grad is not None
-        if module.trainer.global_step == 1:
+        if module.trainer.fit_loop.epoch_loop.batch_idx == 1:
             module.linear.weight.grad[0, 3] = NAN
 
     def of_module(self: Exact, *args: Any, **kwargs: Any) -> None:

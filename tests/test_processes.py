@@ -369,7 +369,7 @@ def test_a_copy_made_during_a_fit_keeps_the_state_of_that_moment(copier: Copier,
     (copied,) = at.copied
     assert copied.state_dict() == at.state
     assert copied.state_dict() != plugin.state_dict()
-    assert copied.counters == (StepCounters(1, 2, 0b011) if accumulate == 1 else StepCounters(0, 1, 0b1))
+    assert copied.counters == (StepCounters(1, 2, recent=0b011) if accumulate == 1 else StepCounters(0, 1, recent=0b1))
     assert scale_of(copied) == (2.0**10 if accumulate == 1 else 2.0**11)
     assert plugin.precision == "bf16-mixed"
 

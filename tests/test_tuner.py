@@ -83,9 +83,11 @@ class Tunes(pl.LightningModule):
     val_dataloader = train_dataloader
 
 
-def make(precision: str = "16-mixed", max_skipped: int = 10, init_scale: float = 2.0**22) -> AdaptiveMixedPrecision:
+def make(
+    precision: str = "16-mixed", max_skipped: int = 10, init_scale: float = 2.0**22, retries: int = 5
+) -> AdaptiveMixedPrecision:
     rules = LossScale(init_scale=init_scale, growth_interval=5)
-    return AdaptiveMixedPrecision(precision, rules, max_skipped)  # type: ignore[arg-type]
+    return AdaptiveMixedPrecision(precision, rules, max_skipped, retries)  # type: ignore[arg-type]
 
 
 def trainer_of(plugin: pl.plugins.Precision | None, path: Path, **kwargs: Any) -> pl.Trainer:
@@ -166,8 +168,8 @@ def test_the_first_fit_is_as_without_a_search(
     trainer.fit(module)
     assert_same_run((trainer, module), expected)
     steps = BATCHES // options.get("accumulate_grad_batches", 1)
-    assert plugin.counters.applied_steps + plugin.counters.skipped_steps == steps
-    assert (plugin.counters.skipped_steps > 0) == (precision == "16-mixed")
+    assert plugin.counters.applied_steps == steps
+    assert (plugin.counters.retried_attempts > 0) == (precision == "16-mixed")
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
@@ -309,6 +311,7 @@ def test_the_monitor_logs_no_step_of_a_search(tmp_path: Path, finder: Callable[[
     assert logged(finder()) == expected
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")  # Lightning counts on no held step
 def test_a_search_in_mid_run_goes_on_in_what_the_run_moved_to(tmp_path: Path) -> None:
     class InSecondEpoch(pl.callbacks.LearningRateFinder):
         states: tuple[dict[str, Any], dict[str, Any]]
@@ -357,7 +360,7 @@ def test_it_sees_what_it_sees_with_stock(
 ) -> None:
     results = [
         find_rate(trainer_of(plugin, tmp_path), Tunes(), max_lr=100, early_stop_threshold=early_stop)
-        for plugin in (make(precision, init_scale=init_scale), stock(precision, init_scale))
+        for plugin in (make(precision, init_scale=init_scale, retries=0), stock(precision, init_scale))
     ]
     assert results[0].results == results[1].results
     assert results[0].suggestion() == results[1].suggestion()

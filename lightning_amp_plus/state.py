@@ -1,0 +1,185 @@
+"""What the plugin is asked for, and what outlives a run: in checkpoints, in copies, and from worker processes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from typing_extensions import override
+
+from lightning_amp_plus import _lightning
+from lightning_amp_plus.checkpoint import load_state, state_of, stock_state_of
+from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.grad_scaler import DynamicLossScaler
+from lightning_amp_plus.mailbox import Mailbox
+from lightning_amp_plus.report import Precision, StepCounters, StepReport, is_wider
+from lightning_amp_plus.skips import Policy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins import MixedPrecision as _MixedPrecision
+else:
+    _MixedPrecision = object  # the binding of a namespace adds the class itself
+
+
+class StatefulPrecision(_MixedPrecision):
+    """Holds the engine, shows what it has done, and hands its state on.
+
+    Args:
+        engine: What makes the steps.
+        asked_for: The precision that the user asked for.
+
+    """
+
+    def __init__(self, engine: StepEngine, asked_for: Literal["auto"] | Precision) -> None:
+        self._engine = engine
+        self._asked_for = asked_for
+        self._chosen_for: str | None = None  # the device that "auto" was decided for
+        self._is_new = True  # no fit yet
+        self._mailbox = Mailbox()
+        self._is_running = self._posts = self._evaluates = self._searches = False
+
+    @property
+    def precision(self) -> Literal["auto"] | Precision:  # type: ignore[override]
+        """What the run computes in now; ``"auto"`` until a run has started."""
+        engine = self._up_to_date()
+        return "auto" if self._asked_for == "auto" and self._chosen_for is None else engine.precision
+
+    @property
+    def scaler(self) -> DynamicLossScaler | None:  # type: ignore[override]
+        """The loss scaler of a run that was started in ``"16-mixed"``; switched off once the run has moved on."""
+        engine = self._up_to_date()
+        return engine.loss_scaler if engine.configured_precision == "16-mixed" else None
+
+    @property
+    def counters(self) -> StepCounters:
+        """How many steps were applied and skipped since the run began."""
+        return self._up_to_date().counters
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """What the last optimizer step did; ``None`` before the first."""
+        return self._up_to_date().last_step
+
+    @property
+    def max_skipped(self) -> int:
+        """How many steps of one optimizer may be skipped in a row."""
+        return self._engine.skips.max_skipped
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped: in manual optimization, hold your LR schedules then."""
+        return self.last_step is not None and self.last_step.outcome == "skipped"
+
+    @property
+    def policy(self) -> Policy | None:
+        """What decides on a wider precision after a step that no lower loss scale can help.
+
+        A callback sets it in its ``setup``, for one run: it is gone when that ends.
+        With one set, a checkpoint of a run that has moved on is resumed in the precision it had moved to.
+        """
+        return self._engine.skips.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        self._engine.skips.policy = policy
+
+    def request_grad_norm(self) -> None:
+        """Ask for ``last_step.grad_norm`` of the next step, on every rank or on none.
+
+        It costs one reading pass in float16 where nothing is clipped, and nothing elsewhere.
+        """
+        self._engine.request_grad_norm()
+
+    # Runs -------------------------------------------------------------------------------------------------------------
+
+    def _begin_run(self, pl: ModuleType, trainer: Trainer) -> None:
+        self._up_to_date()
+        self._is_running = True
+        self._posts = trainer.local_rank == 0 and _lightning.is_spawned(pl, trainer)
+        self._evaluates = trainer.state.fn != "fit"
+        self._searches = _lightning.searches(pl, trainer)
+
+    def _begin_anew(self) -> None:
+        if not self._is_new:
+            self._engine.restart()
+        self._is_new = False
+
+    def _end_run(self) -> None:
+        if self._posts:
+            self._mailbox.post((state_of(self._engine), self._engine.last_step, self._chosen_for, self._is_new))
+        self._is_running = self._posts = self._evaluates = self._searches = False
+
+    def _up_to_date(self) -> StepEngine:
+        """Return the engine, which holds what a worker process has left in the meantime."""
+        if not self._is_running and (message := self._mailbox.news()) is not None:
+            state, last_step, self._chosen_for, self._is_new = message
+            self._engine.configured_precision = state["configured_precision"]
+            load_state(self._engine, state, keeps_fallback=True)
+            self._engine.last_step = last_step
+        return self._engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._up_to_date()
+        return {**self.__dict__, "_window": None}  # which belongs to the Trainer of a run
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return state_of(self._up_to_date())
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over scale and counters, from stock's ``MixedPrecision`` too; arguments of the constructor stay.
+
+        With a callback that decides on the precision, a run that had moved to a wider one goes on in it; that is all
+        that is loaded for an evaluation.
+
+        Raises:
+            ValueError: If the state was written by a later version of the package.
+
+        """
+        load_state(
+            self._up_to_date(),
+            state_dict,
+            keeps_fallback=self.policy is not None or self._searches,
+            only_precision=self._evaluates,
+        )
+        self._is_new = self._is_new and not self._evaluates
+        saved = state_dict.get("precision", self._engine.precision)
+        if saved != state_dict.get("configured_precision", saved) and is_wider(saved, self._engine.precision):
+            notify(
+                logging.WARNING,
+                f"The run of this checkpoint had moved to {saved!r} and is now computed in {self._engine.precision!r},"
+                " which could not hold it. Add the PrecisionFallback callback to go on where it was.",
+            )
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # So that a user can go back to stock.
+        checkpoint["MixedPrecision"] = stock_state_of(self._up_to_date())
+        if self._holds_axis():
+            _lightning.hold_axis_of_checkpoint(checkpoint)
+
+    def _holds_axis(self) -> bool:
+        return False
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        names = (type(self).__qualname__, "AdaptiveMixedPrecision", "MixedPrecision")
+        name = next((name for name in names if name in checkpoint), names[0])
+        if name != names[0]:  # Lightning loads the first itself, but not that of a subclass, or of stock
+            self.load_state_dict(checkpoint[name])
+
+
+@rank_zero_only
+def notify(level: int, text: str) -> None:
+    """Tell rank zero: as information, or as a warning once for each run."""
+    if level < logging.WARNING:
+        rank_zero_info(text)
+    else:  # with a registry of its own, since that of a module is for the whole process
+        warnings.warn_explicit(text, RuntimeWarning, __file__, 1, module=__name__, registry={})

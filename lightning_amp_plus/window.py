@@ -1,0 +1,188 @@
+"""The window of an optimizer step: what its micro-batches change is put back, and they can be run again.
+
+In automatic optimization a window is what lies between two calls of the optimizer: it begins with the micro-batch that
+zeroes the gradients. In manual optimization, where only the user's ``training_step`` knows, it begins with the first
+iteration after one that has attempted a step, and nothing is run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lightning_amp_plus import _lightning
+from lightning_amp_plus.batches import Versions, are_unchanged, copy_containers, versions_of
+from lightning_amp_plus.report import Outcome
+from lightning_amp_plus.transaction import RngState, StepTransaction, rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    closure: Callable[[], Any]
+    arguments: dict[str, Any]
+    batch: Any
+    versions: Versions
+    rng: RngState
+
+    def run_again(self) -> Any:
+        set_rng_state(self.rng)
+        self.arguments["batch"] = copy_containers(self.batch)
+        return self.closure()
+
+
+class TrainingWindow:
+    """Follows the windows of a fit, from its start to :meth:`end`.
+
+    Args:
+        pl: Lightning's namespace.
+        trainer: The Trainer of the fit.
+        can_retry: Tells whether windows may be run again, for which their batches are kept.
+        exclude: Patterns of the names of buffers that are let be.
+
+    """
+
+    def __init__(
+        self, pl: ModuleType, trainer: Trainer, *, can_retry: Callable[[], bool], exclude: Sequence[str]
+    ) -> None:
+        module = trainer.lightning_module
+        self._pl, self._trainer, self._can_retry = pl, trainer, can_retry
+        devices = {trainer.strategy.root_device, *(parameter.device for parameter in module.parameters())}
+        self._transaction = StepTransaction(module, exclude, devices)
+        self._micro_batches: list[_MicroBatch] = []
+        self._is_whole = False
+        self._marks: dict[Any, Any] = {}
+        self._by_attempts: set[Any] = set()
+        self._by_others: set[Any] = set()  # hooks and validations between the micro-batches
+        self._epoch = -1
+        self._logged: _lightning.Logged = {}
+        self.is_held = False
+        self._end = _lightning.watch(trainer, self._add, self)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether Lightning owns the loop."""
+        return self._trainer.lightning_module.automatic_optimization
+
+    def end(self) -> None:
+        """Leave the Trainer as it was."""
+        self._end()
+        self.close()
+
+    def _open(self) -> None:
+        self._transaction.begin()
+        self._logged = _lightning.logged_state(self._trainer)
+        self._micro_batches = []
+        self._by_attempts, self._by_others = set(), set()
+        if self._trainer.accumulate_grad_batches > 1 or not self.is_automatic:
+            self._marks = self._transaction.fingerprint()
+
+    def close(self) -> None:
+        """Forget the window: its step is over."""
+        self._transaction.close()
+        self._micro_batches = []
+
+    def rollback(self, *, partly: bool = False) -> None:
+        """Put back what the window has changed, but for parameters and gradients; nothing if none is open.
+
+        What hooks or a validation have changed between its micro-batches stays, unless it has turned inf or NaN.
+
+        Args:
+            partly: Whether only what has turned inf or NaN is put back, because some steps were applied.
+
+        """
+        if not self._transaction.is_open:
+            return
+        if partly:
+            self._transaction.rollback_non_finite()
+        else:
+            self._transaction.rollback(keep=self._by_others)
+        _lightning.restore_logged(self._trainer, self._logged, only_non_finite=partly)
+
+    def note_attempt(self) -> None:
+        """Take note of what a micro-batch has changed, where others may follow."""
+        if self._transaction.is_open and (self._trainer.accumulate_grad_batches > 1 or not self.is_automatic):
+            marks = self._transaction.fingerprint()
+            self._by_attempts |= _changed(self._marks, marks)
+            self._marks = marks
+
+    def _note_others(self) -> None:
+        marks = self._transaction.fingerprint()
+        self._by_others |= _changed(self._marks, marks)
+        self._marks = marks
+
+    # Automatic optimization -------------------------------------------------------------------------------------------
+
+    def _add(self, closure: Any, arguments: dict[str, Any]) -> None:
+        self.is_held = False
+        rng = None
+        if _lightning.opens_window(closure) or not self._transaction.is_open:
+            self._open()
+            self._is_whole = _lightning.opens_window(closure)  # else it was begun before a checkpoint
+            rng = self._transaction.rng
+        else:
+            self._note_others()
+        if self._can_retry() and _lightning.has_backward(closure):
+            self._keep(closure, arguments, rng or rng_state(self._transaction.devices))
+
+    def _keep(self, closure: Any, arguments: dict[str, Any], rng: RngState) -> None:
+        try:
+            batch = copy_containers(arguments["batch"])  # KeyError: with a dataloader_iter
+        except Exception:  # of user code: whatever it is, the batch cannot be kept
+            self._is_whole = False
+        else:
+            self._micro_batches.append(_MicroBatch(closure, arguments, batch, versions_of(batch), rng))
+
+    def can_run_again(self) -> bool:
+        """Tell whether the window is known from its beginning, and its batches are as they were."""
+        return (
+            self._is_whole
+            and not self._by_others & self._by_attempts
+            and bool(self._micro_batches)
+            and all(are_unchanged(micro_batch.versions) for micro_batch in self._micro_batches)
+        )
+
+    def run_again(self) -> Any:
+        """Roll back and run all micro-batches again, with the random numbers they had; return what the last does."""
+        self.rollback()
+        output = None
+        for micro_batch in self._micro_batches:
+            _lightning.prepare_again(micro_batch.closure)
+        for micro_batch in self._micro_batches:
+            _lightning.announce_batch(self._trainer, micro_batch.batch)
+            is_last = micro_batch is self._micro_batches[-1]
+            with _lightning.block_sync(self._pl, self._trainer, block=not is_last):
+                output = micro_batch.run_again()
+            if not is_last:
+                _lightning.prepare_again(micro_batch.closure)
+        return output
+
+    # Manual optimization ----------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """Begin a window, unless one is open in this epoch."""
+        self.is_held = False
+        epoch = self._trainer.current_epoch
+        if not self._transaction.is_open or self._epoch != epoch:
+            self._open()
+            self._epoch = epoch
+        else:
+            self._note_others()
+
+    def end_iteration(self, outcomes: Sequence[Outcome]) -> None:
+        """End the window if there were steps: put back all if none was applied, what is broken if only some were."""
+        if not outcomes:
+            self.note_attempt()
+            return
+        if "skipped" in outcomes:
+            self.is_held = "applied" not in outcomes
+            self.rollback(partly=not self.is_held)
+        self.close()
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
+    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
