@@ -58,7 +58,7 @@ def load_state(
             f" reads up to {_VERSION}: update the package. Nothing was loaded."
         )
     precision = engine.precision if only_precision else engine.configured_precision
-    if keeps_fallback and _had_moved(state, precision):
+    if keeps_fallback and had_moved(state, precision):
         precision = state["precision"]
     usable = 0 < state.get("scale", 0) < math.inf  # stock's may have collapsed: no matter without a scaler
     if not only_precision and (usable or (precision == "16-mixed" and "scale" in state)):
@@ -72,7 +72,8 @@ def load_state(
     engine.counters = StepCounters(**counters)
 
 
-def _had_moved(state: dict[str, Any], present: Precision) -> bool:
+def had_moved(state: dict[str, Any], present: Precision) -> bool:
+    """Tell whether the run of ``state`` had moved to a precision that is wider than the present one."""
     # "auto" may have chosen another precision on other hardware: that is no fallback.
     saved = state.get("precision")
     return saved in PRECISIONS and saved != state.get("configured_precision") and is_wider(saved, present)

@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 class Window(Protocol):
     """The micro-batches whose gradients a step sums, as the engine sees them."""
 
-    def can_run_again(self) -> bool:
-        """Tell whether :meth:`run_again` would do what the first attempt did."""
+    def obstacle(self) -> str | None:
+        """Return why :meth:`run_again` would not do what the first attempt did, as a clause; ``None`` if it would."""
 
     def run_again(self) -> Any:
         """Roll back and run all micro-batches again, through :meth:`StepEngine.backward`; return what the last does."""
@@ -124,9 +124,8 @@ class StepEngine:
         self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
         self.iteration: list[Outcome] = []  # of the steps since the last iteration ended
         self._iteration_is_clean: bool | None = None  # None: no step yet whose gradients were scaled
-        self._others: list[tuple[Tensor, Tensor | None]] = []
-        self._is_first = True  # whether the next backward is the first of a step
-        self._began_fresh = True  # whether there were no gradients before it
+        self._others: list[tuple[Tensor, Tensor | None]] = []  # and their gradients before the step
+        self._began_fresh = True  # whether the optimizers had no gradients before the step
         self._retry_scale: float | None = None
         self._anomaly: RuntimeError | None = None
 
@@ -138,6 +137,11 @@ class StepEngine:
     def scaler(self) -> DynamicLossScaler | None:
         """The loss scaler, where the precision needs one."""
         return self.loss_scaler if self.precision == "16-mixed" else None
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether a step whose gradients overflow is run again at lower scales, if its window allows it."""
+        return self.scaler is not None and self.retries > 0
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -161,11 +165,11 @@ class StepEngine:
 
         """
         fresh = [not has_gradients(optimizer) for optimizer in among]
-        self._remember(loss.detach(), alone=all(fresh))
-        if self._is_first and self._retry_scale is None:
+        is_first = self._loss is None or self._loss_is_old
+        if is_first and self._retry_scale is None:
             self._began_fresh = all(fresh)
             self._others = [(other, None if other.grad is None else other.grad.clone()) for other in others]
-        self._is_first = False
+        self._remember(loss.detach(), alone=all(fresh))
         if self.scaler is None:
             yield loss
             return
@@ -267,7 +271,6 @@ class StepEngine:
             if window is not None:
                 window.rollback()
         self._held.stepped()
-        self._is_first = True
         report = self._conclude(index, verdict, made_at, attempts, counts=has_gradients(optimizer))
         try:
             if report.outcome == "skipped":
@@ -313,20 +316,18 @@ class StepEngine:
     # Again ------------------------------------------------------------------------------------------------------------
 
     def _scales_to_retry(self, verdict: Verdict, made_at: float | None, window: Window) -> list[float]:
-        if self.scaler is None or made_at is None or verdict.non_finite != "gradients":
+        if not self.can_retry or made_at is None or verdict.non_finite != "gradients":
             return []
-        if self.retries == 0:
-            return []
-        if not self._on_all_ranks(self._began_fresh and window.can_run_again()):
-            self.skips.say(
-                "again",
-                logging.WARNING,
-                "A step whose gradients overflowed cannot be run again: training_step wrote to its batch in place or"
-                " took a dataloader_iter, the batch could not be copied, hooks and training_step changed the same"
-                " buffer or metric in mid-window, there were gradients before, or the fit was resumed in mid-window.",
-            )
-            return []
-        return self.scaler.retry_scales(made_at, self.retries)
+        why = window.obstacle() if self._began_fresh else "the optimizer had gradients before its first micro-batch"
+        if self._on_all_ranks(why is None):
+            return self.loss_scaler.retry_scales(made_at, self.retries)
+        self.skips.say(
+            "again",
+            logging.WARNING,
+            f"A step whose gradients overflowed cannot be run again: {why or 'another rank cannot'}. Such steps are"
+            " skipped and lower the loss scale; retries=0 does so from the start, without this warning.",
+        )
+        return []
 
     def _on_all_ranks(self, true: bool) -> bool:
         return true if self.agree is None else self.agree(torch.tensor([0.0 if true else 1.0])).item() == 0

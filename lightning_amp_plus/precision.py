@@ -105,7 +105,6 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         StatefulPrecision.__init__(self, engine, asked_for=precision)
         self._told: Precision | None = None  # what other callbacks were told that the run computes in
         self._exclude_buffers = tuple(exclude_buffers)
-        self._window: TrainingWindow | None = None
         self._others: list[Tensor] = []
 
     def __repr__(self) -> str:
@@ -134,7 +133,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             self._choose_precision(device)
             if trainer.state.fn == "fit":
                 self._window = TrainingWindow(
-                    self._pl, trainer, can_retry=self._can_retry, exclude=self._exclude_buffers
+                    self._pl, trainer, can_retry=lambda: self._engine.can_retry, exclude=self._exclude_buffers
                 )
                 if not _lightning.is_tuning(trainer):
                     self._begin_anew()
@@ -211,22 +210,14 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         self._engine.end_iteration()  # of manual optimization; in automatic optimization the step comes later
         if window is not None:
             window.end_iteration(outcomes)
-        elif self._window is not None:
-            self._window.note_attempt()
-
-    def _can_retry(self) -> bool:
-        return self._engine.scaler is not None and self._engine.retries > 0
-
-    def _roll_back(self) -> None:
-        if self._window is not None:
-            self._window.rollback(partly="applied" in self._engine.iteration)
 
     @contextmanager
     def _rolled_back_on_error(self) -> Generator[None, None, None]:
         try:
             yield
         except BaseException:
-            self._roll_back()
+            if self._window is not None:
+                self._window.rollback(partly="applied" in self._engine.iteration)
             raise
 
     @override
@@ -244,7 +235,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             with self._rolled_back_on_error():
                 super().post_backward(tensor, module)
         if self._window is not None:
-            self._window.note_attempt()  # checkpointed activations are computed again in a backward
+            self._window.note_backward()
         return tensor.detach()
 
     @override
@@ -263,10 +254,6 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         attempt = self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others)
         with self._rolled_back_on_error(), attempt as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
-
-    @override
-    def _holds_axis(self) -> bool:
-        return self._window is not None and self._window.is_held
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -287,7 +274,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
                 clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
         window = self._window if model.automatic_optimization else None
         is_trial = self._searches and _lightning.is_trial(self._pl, trainer)
-        try:
+        with self._rolled_back_on_error():
             output = self._engine.step(
                 optimizer,
                 closure,
@@ -300,9 +287,6 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
                 window=window,
                 **kwargs,
             )
-        except BaseException:
-            self._roll_back()
-            raise
         report = self._engine.last_step
         is_held = report is not None and report.outcome == "skipped" and not is_trial  # a search counts all its steps
         if is_held:

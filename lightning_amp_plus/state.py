@@ -11,12 +11,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning
-from lightning_amp_plus.checkpoint import load_state, state_of, stock_state_of
+from lightning_amp_plus.checkpoint import had_moved, load_state, state_of, stock_state_of
 from lightning_amp_plus.engine import StepEngine
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.mailbox import Mailbox
-from lightning_amp_plus.report import Precision, StepCounters, StepReport, is_wider
+from lightning_amp_plus.report import Precision, StepCounters, StepReport
 from lightning_amp_plus.skips import Policy
+from lightning_amp_plus.window import TrainingWindow
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -40,6 +41,7 @@ class StatefulPrecision(_MixedPrecision):
         self._chosen_for: str | None = None  # the device that "auto" was decided for
         self._is_new = True  # no fit yet
         self._mailbox = Mailbox()
+        self._window: TrainingWindow | None = None  # during a fit
         self._is_running = self._posts = self._evaluates = self._searches = False
 
     @property
@@ -150,23 +152,20 @@ class StatefulPrecision(_MixedPrecision):
             only_precision=self._evaluates,
         )
         self._is_new = self._is_new and not self._evaluates
-        saved = state_dict.get("precision", self._engine.precision)
-        if saved != state_dict.get("configured_precision", saved) and is_wider(saved, self._engine.precision):
+        if had_moved(state_dict, self._engine.precision):
             notify(
                 logging.WARNING,
-                f"The run of this checkpoint had moved to {saved!r} and is now computed in {self._engine.precision!r},"
-                " which could not hold it. Add the PrecisionFallback callback to go on where it was.",
+                f"The run of this checkpoint had moved to {state_dict['precision']!r} and is now computed in"
+                f" {self._engine.precision!r}, which could not hold it. Add the PrecisionFallback callback to go on"
+                " where it was.",
             )
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # So that a user can go back to stock.
         checkpoint["MixedPrecision"] = stock_state_of(self._up_to_date())
-        if self._holds_axis():
+        if self._window is not None and self._window.is_held:
             _lightning.hold_axis_of_checkpoint(checkpoint)
-
-    def _holds_axis(self) -> bool:
-        return False
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

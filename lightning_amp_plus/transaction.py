@@ -80,6 +80,7 @@ class StepTransaction:
         if not self.is_open:
             return
         for buffers in self._buffer_owners:
+            buffers.restore_non_finite()
             buffers.restore(frozenset(name for name in buffers.before if (buffers.key, name) in keep))
         kept = {id(b.before[name]) for b in self._buffer_owners for name in b.before if (b.key, name) in keep}
         self._buffers.put_back(lambda tensor, copy: id(tensor) not in kept or _turned_non_finite(tensor, copy))
@@ -108,11 +109,11 @@ class StepTransaction:
     def fingerprint(self) -> dict[Any, Any]:
         """Return, by buffer and by metric, what differs as soon as it is changed; without a look at the contents."""
         marks: dict[Any, Any] = {}
-        for module in self._module.modules():
-            for name, buffer in module._buffers.items():
-                marks[id(module), name] = _mark(buffer)
-            if isinstance(module, Metric):
-                marks[id(module)] = [_mark(value) for value in vars(module).values()]
+        for buffers in self._buffer_owners:
+            for name, buffer in buffers.fields.items():
+                marks[buffers.key, name] = _mark(buffer)
+        for metric in self._metric_owners:
+            marks[metric.key] = [_mark(value) for value in metric.fields.values()]
         return marks
 
     def close(self) -> None:
@@ -154,9 +155,9 @@ class StepTransaction:
         )
 
     def _look_for_metric_states(self) -> None:
-        if not self._metrics:
-            return
         self._metric_owners = [_FieldsOf(metric) for metric in self._metrics]
+        if not self._metric_owners:
+            return
         tensors, lists = [], []
         for owner in self._metric_owners:
             for value in owner.before.values():
@@ -182,7 +183,9 @@ class StepTransaction:
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
-    return (id(value), len(value)) if isinstance(value, list) else value if isinstance(value, int) else id(value)
+    if isinstance(value, list):
+        return id(value), len(value)
+    return value if isinstance(value, int) else id(value)  # counts are equal whichever object they are
 
 
 class _Owner:
@@ -202,14 +205,6 @@ class _Owner:
             del self.fields[key]
         self.fields.update((key, value) for key, value in self.before.items() if key not in keep)
 
-    def restore_non_finite(self) -> None:
-        for key, value in self.before.items():
-            now = self.fields.get(key)
-            if now is value or key in self.excluded or not (isinstance(value, Tensor) and isinstance(now, Tensor)):
-                continue
-            if _turned_non_finite(now, value):
-                self.fields[key] = value
-
 
 class _BuffersOf(_Owner):
     def __init__(self, module: Module, excluded: frozenset[str]) -> None:
@@ -222,6 +217,15 @@ class _BuffersOf(_Owner):
         super().restore(keep)
         self._transient.clear()
         self._transient.update(self._transient_before)
+
+    def restore_non_finite(self) -> None:
+        """Put back the buffers in whose place there is another tensor now that is not finite."""
+        for key, value in self.before.items():
+            now = self.fields.get(key)
+            if now is value or key in self.excluded or not (isinstance(value, Tensor) and isinstance(now, Tensor)):
+                continue
+            if _turned_non_finite(now, value):
+                self.fields[key] = value
 
 
 class _FieldsOf(_Owner):
@@ -300,11 +304,11 @@ class _Contents:
 
 def _turned_non_finite(now: Tensor, before: Tensor) -> bool:
     """Tell whether an element is inf or NaN that was finite, or NaN that was inf: a mask of -inf is legal."""
-    if not (now.is_floating_point() or now.is_complex()) or now.layout is not torch.strided:
+    if not (now.is_floating_point() or now.is_complex()) or now.layout is not torch.strided or now.is_meta:
         return False
     if now.itemsize == 1:  # float8 has no comparisons
         now, before = now.float(), before.float()
-    if now.shape != before.shape:
+    if (now.shape, now.device) != (before.shape, before.device):
         return not bool(now.isfinite().all())
     return bool((now.isnan() & ~before.isnan() | now.isinf() & before.isfinite()).any())
 

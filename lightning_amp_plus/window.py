@@ -54,7 +54,7 @@ class TrainingWindow:
         devices = {trainer.strategy.root_device, *(parameter.device for parameter in module.parameters())}
         self._transaction = StepTransaction(module, exclude, devices)
         self._micro_batches: list[_MicroBatch] = []
-        self._is_whole = False
+        self._obstacle: str | None = None
         self._marks: dict[Any, Any] = {}
         self._by_attempts: set[Any] = set()
         self._by_others: set[Any] = set()  # hooks and validations between the micro-batches
@@ -77,8 +77,9 @@ class TrainingWindow:
         self._transaction.begin()
         self._logged = _lightning.logged_state(self._trainer)
         self._micro_batches = []
+        self._obstacle = None
         self._by_attempts, self._by_others = set(), set()
-        if self._trainer.accumulate_grad_batches > 1 or not self.is_automatic:
+        if self._trainer.accumulate_grad_batches > 1:
             self._marks = self._transaction.fingerprint()
 
     def close(self) -> None:
@@ -103,17 +104,17 @@ class TrainingWindow:
             self._transaction.rollback(keep=self._by_others)
         _lightning.restore_logged(self._trainer, self._logged, only_non_finite=partly)
 
-    def note_attempt(self) -> None:
-        """Take note of what a micro-batch has changed, where others may follow."""
-        if self._transaction.is_open and (self._trainer.accumulate_grad_batches > 1 or not self.is_automatic):
-            marks = self._transaction.fingerprint()
-            self._by_attempts |= _changed(self._marks, marks)
-            self._marks = marks
+    def note_backward(self) -> None:
+        """Take note of what a micro-batch has changed, where others may follow; checkpointing computes in backward."""
+        if self._trainer.accumulate_grad_batches > 1 and self._transaction.is_open:
+            self._by_attempts |= self._changes()
 
     def _note_others(self) -> None:
-        marks = self._transaction.fingerprint()
-        self._by_others |= _changed(self._marks, marks)
-        self._marks = marks
+        self._by_others |= self._changes()
+
+    def _changes(self) -> set[Any]:
+        before, self._marks = self._marks, self._transaction.fingerprint()
+        return {key for key in before.keys() | self._marks.keys() if before.get(key) != self._marks.get(key)}
 
     # Automatic optimization -------------------------------------------------------------------------------------------
 
@@ -122,7 +123,8 @@ class TrainingWindow:
         rng = None
         if _lightning.opens_window(closure) or not self._transaction.is_open:
             self._open()
-            self._is_whole = _lightning.opens_window(closure)  # else it was begun before a checkpoint
+            if not _lightning.opens_window(closure):
+                self._obstacle = "the fit was resumed in the middle of its window"
             rng = self._transaction.rng
         else:
             self._note_others()
@@ -130,21 +132,25 @@ class TrainingWindow:
             self._keep(closure, arguments, rng or rng_state(self._transaction.devices))
 
     def _keep(self, closure: Any, arguments: dict[str, Any], rng: RngState) -> None:
+        if "batch" not in arguments:
+            self._obstacle = "training_step took a dataloader_iter"
+            return
         try:
-            batch = copy_containers(arguments["batch"])  # KeyError: with a dataloader_iter
-        except Exception:  # of user code: whatever it is, the batch cannot be kept
-            self._is_whole = False
+            batch = copy_containers(arguments["batch"])
+        except Exception as error:  # of user code, whatever it is: told when it matters
+            self._obstacle = f"its batch could not be copied ({type(error).__name__}: {error})"
         else:
             self._micro_batches.append(_MicroBatch(closure, arguments, batch, versions_of(batch), rng))
 
-    def can_run_again(self) -> bool:
-        """Tell whether the window is known from its beginning, and its batches are as they were."""
-        return (
-            self._is_whole
-            and not self._by_others & self._by_attempts
-            and bool(self._micro_batches)
-            and all(are_unchanged(micro_batch.versions) for micro_batch in self._micro_batches)
-        )
+    def obstacle(self) -> str | None:
+        """Return why the window cannot be run again as it was, as a clause; ``None`` if it can."""
+        if self._obstacle is not None:
+            return self._obstacle
+        if self._by_others & self._by_attempts:
+            return "a hook or a validation in mid-window changed a buffer or metric that its micro-batches change too"
+        if not all(are_unchanged(micro_batch.versions) for micro_batch in self._micro_batches):
+            return "training_step wrote to its batch in place"
+        return None if self._micro_batches else "its batches were not kept"
 
     def run_again(self) -> Any:
         """Roll back and run all micro-batches again, with the random numbers they had; return what the last does."""
@@ -176,13 +182,9 @@ class TrainingWindow:
     def end_iteration(self, outcomes: Sequence[Outcome]) -> None:
         """End the window if there were steps: put back all if none was applied, what is broken if only some were."""
         if not outcomes:
-            self.note_attempt()
+            self._marks = self._transaction.fingerprint()
             return
         if "skipped" in outcomes:
             self.is_held = "applied" not in outcomes
             self.rollback(partly=not self.is_held)
         self.close()
-
-
-def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> set[Any]:
-    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}

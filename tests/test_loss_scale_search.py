@@ -485,8 +485,8 @@ class Window:
         self.engine, self.optimizer, self.threshold = engine, optimizer, threshold
         self.scales: list[float] = []
 
-    def can_run_again(self) -> bool:
-        return True
+    def obstacle(self) -> str | None:
+        return None
 
     def rollback(self) -> None: ...
 
