@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins import MixedPrecision
 
-_NO_USER_CODE = ("lightning.", "pytorch_lightning.", "lightning_amp_plus.")
-
 
 def trainer_of(module: Module) -> Trainer | None:
     """Return the Trainer of a module; the public ``module.trainer`` raises where there is none."""
@@ -32,45 +30,12 @@ def is_spawned(pl: ModuleType, trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.launcher, pl.strategies.launchers.multiprocessing._MultiProcessingLauncher)
 
 
-# User code ------------------------------------------------------------------------------------------------------------
-
-
-def overrides(instance: Any, base: type, hook: str) -> bool:
-    """Tell whether ``instance`` has a ``hook`` of its own, by its class or as an attribute of the instance.
-
-    Lightning's ``is_overridden`` is public, but it unwraps mocks and partials: 20 times the price, at every step.
-    """
-    return getattr(type(instance), hook, None) is not getattr(base, hook) or hook in vars(instance)
-
-
-def someone_overrides(pl: ModuleType, trainer: Trainer, hook: str) -> bool:
-    """Tell whether the LightningModule or a callback has a ``hook`` of its own."""
-    return overrides(trainer.lightning_module, pl.LightningModule, hook) or any(
-        overrides(callback, pl.Callback, hook) for callback in _callbacks(trainer)
-    )
-
-
-def looks_at_gradients(pl: ModuleType, trainer: Trainer) -> bool:
-    """Tell whether code of the user's may look at ``.grad`` between a backward and the optimizer step it belongs to."""
-    module = trainer.lightning_module
-    if overrides(module, pl.LightningModule, "optimizer_step") or someone_overrides(pl, trainer, "on_after_backward"):
-        return True
-    if trainer.accumulate_grad_batches == 1:
-        return False
-    return any(
-        overrides(module, pl.LightningModule, hook)
-        or any(
-            overrides(callback, pl.Callback, hook)
-            for callback in _callbacks(trainer)
-            if hook in vars(callback) or not type(callback).__module__.startswith(_NO_USER_CODE)
-        )
-        for hook in ("on_before_backward", "on_train_batch_start", "on_train_batch_end")
-    )
-
-
 def _callbacks(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+# User code ------------------------------------------------------------------------------------------------------------
 
 
 def call_before_optimizer_step(pl: ModuleType, trainer: Trainer, optimizer: Optimizer) -> None:
@@ -86,18 +51,35 @@ def call_after_closure(plugin: MixedPrecision, module: LightningModule, optimize
 
 # Windows --------------------------------------------------------------------------------------------------------------
 
-OnClosure = Callable[[Any, dict[str, Any]], None]
-"""Gets the closure of a micro-batch, and what its ``training_step`` is called with, before it runs."""
 
-
-class Hold(Protocol):
-    """Whether the last step was skipped: what counts steps is to stay where it is, and then this ends."""
+class Watcher(Protocol):
+    """What :func:`watch` tells of a fit, and asks."""
 
     is_held: bool
+    """Whether the last step was skipped: what counts steps is to stay where it is, and then this ends."""
+
+    def add(self, closure: Any, arguments: dict[str, Any]) -> None:
+        """Get the closure of a micro-batch, and what its ``training_step`` is called with, before it runs."""
+
+    def run(self, closure: Any) -> Any:
+        """Run the closure."""
 
 
-def watch(trainer: Trainer, on_closure: OnClosure, hold: Hold) -> Callable[[], None]:
-    """Have ``on_closure`` called for each micro-batch of automatic optimization; return what ends it.
+class _WatchedClosure:
+    """What the loop gets for the closure of a micro-batch."""
+
+    def __init__(self, closure: Any, run: Callable[[Any], Any]) -> None:
+        self._closure, self._run = closure, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._closure)
+
+    def consume_result(self) -> Any:
+        return self._closure.consume_result()
+
+
+def watch(trainer: Trainer, watcher: Watcher) -> Callable[[], None]:
+    """Have a watcher run all micro-batches of automatic optimization; return what ends it.
 
     The closures of all but a window's last micro-batch reach no hook. While held, learning rate schedules with
     the interval "step" and the step axis of the loggers stay where they are, and nothing of an earlier step is logged
@@ -110,18 +92,18 @@ def watch(trainer: Trainer, on_closure: OnClosure, hold: Hold) -> Callable[[], N
 
     def make_watched_closure(kwargs: dict[str, Any], *args: Any) -> Any:
         closure = make_closure(kwargs, *args)
-        on_closure(closure, kwargs)
-        return closure
+        watcher.add(closure, kwargs)
+        return _WatchedClosure(closure, watcher.run)
 
     def update_unless_held(interval: str, update_plateau_schedulers: bool) -> None:
-        if interval != "step" or not hold.is_held:
+        if interval != "step" or not watcher.is_held:
             update_lr_schedulers(interval, update_plateau_schedulers)
         elif update_plateau_schedulers:  # the last of the calls for a batch, right before the axis moves on
             loop._batches_that_stepped -= 1
-            hold.is_held = False
+            watcher.is_held = False
 
     def log_what_is_true() -> None:
-        stale = [v for k, v in loop._results.items() if k.startswith(_PER_ATTEMPT)] if hold.is_held else []
+        stale = [v for k, v in loop._results.items() if k.startswith(_PER_ATTEMPT)] if watcher.is_held else []
         flags = [value.has_reset for value in stale]
         for value in stale:
             value.has_reset = True  # until it is logged again: what is there now are the values of an earlier step

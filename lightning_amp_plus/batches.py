@@ -62,7 +62,7 @@ def _copy(batch: Any, copies: dict[int, Any]) -> Any:
 
 def versions_of(batch: Any) -> Versions:
     """Return the tensors in ``batch`` with the counts of what was written to them."""
-    return [(tensor, tensor._version) for tensor in _tensors(batch, set()) if not tensor.is_inference()]
+    return [(tensor, tensor._version) for tensor in tensors_in(batch) if not tensor.is_inference()]
 
 
 def are_unchanged(versions: Versions) -> bool:
@@ -75,6 +75,11 @@ def _attributes(instance: Any) -> dict[str, Any]:
     slots = [name for names in declared for name in ((names,) if isinstance(names, str) else names) if name[:2] != "__"]
     values = {name: getattr(instance, name) for name in slots if isinstance(name, str) and hasattr(instance, name)}
     return {**values, **getattr(instance, "__dict__", {})}
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers and objects, at any depth."""
+    return _tensors(tree, set())
 
 
 def _tensors(batch: Any, seen: set[int]) -> Iterator[Tensor]:

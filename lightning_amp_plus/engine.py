@@ -102,6 +102,7 @@ class StepEngine:
     def precision(self, precision: Precision) -> None:
         self._precision = precision
         self.loss_scaler.set_enabled(precision == "16-mixed")
+        self.scaler: DynamicLossScaler | None = self.loss_scaler if precision == "16-mixed" else None
 
     def restart(self) -> None:
         """Forget all steps: precision, scale, counters and reports are as in a new engine."""
@@ -130,13 +131,8 @@ class StepEngine:
         self._anomaly: RuntimeError | None = None
 
     def request_grad_norm(self) -> None:
-        """Have the next step measure ``last_step.grad_norm``; on every rank, or on none."""
+        """Have the steps until :meth:`end_iteration` measure ``last_step.grad_norm``; on every rank, or on none."""
         self._norm_requested = True
-
-    @property
-    def scaler(self) -> DynamicLossScaler | None:
-        """The loss scaler, where the precision needs one."""
-        return self.loss_scaler if self.precision == "16-mixed" else None
 
     @property
     def can_retry(self) -> bool:
@@ -249,8 +245,7 @@ class StepEngine:
         if use == "required" and self.scaler is not None:
             raise optimizers.refusal(optimizer)
         output = closure()
-        wants_norm, self._norm_requested = self._norm_requested, False
-        check = partial(self._check, optimizer, index, automatic, hooks, clipping, wants_norm)
+        check = partial(self._check, optimizer, index, automatic, hooks, clipping)
         verdict, made_at = check()
         attempts, failed_at = 1, None
         if window is not None:
@@ -290,7 +285,6 @@ class StepEngine:
         automatic: bool,
         hooks: Callable[[], None] | None,
         clipping: Clipping | None,
-        wants_norm: bool,
     ) -> tuple[Verdict, float | None]:
         """Check what the last backward has completed, and return the scale that it was made with too."""
         pending = self._held.pending.pop(index, None)
@@ -299,7 +293,7 @@ class StepEngine:
         if self._anomaly is not None:
             return Verdict("gradients"), made_at
         evidence = self._evidence(pending, automatic)
-        verdict = finish(optimizer, self._held, evidence, self.agree, hooks, clipping, wants_norm=wants_norm)
+        verdict = finish(optimizer, self._held, evidence, self.agree, hooks, clipping, wants_norm=self._norm_requested)
         return verdict, made_at
 
     def end_iteration(self) -> None:
@@ -307,6 +301,7 @@ class StepEngine:
         if self._iteration_is_clean and self.scaler is not None:
             self.scaler.record(overflow=False)
         self._iteration_is_clean = None
+        self._norm_requested = False
         self.iteration.clear()
         if self.skips.wider is not None:
             self.precision = self.skips.wider

@@ -108,9 +108,9 @@ def _check(
 ) -> Finding:
     """Find out what is not finite; the value found is the norm of the true gradients, or NaN if not measured.
 
-    A norm only reads. So it is the cheaper check wherever the unscaling that the other does is not needed.
+    A norm only reads. So it is the cheaper check of many gradients where the unscaling of the other is not needed.
     """
-    by_norm = by_norm or held.scale == 1
+    by_norm = by_norm or (held.scale == 1 and not gradients.are_small(grads))
     measured = gradients.total_norm(grads) if by_norm else _unscale(grads, held)
     found = read(measured, evidence, agree, again=again)
     norm = found.value / held.scale if by_norm else math.nan

@@ -31,10 +31,9 @@ class Gradients(list[Tensor]):
         return _split(self)
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of every group of ``optimizer``."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of every group of ``optimizer``."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def collect(parameters: Iterable[Tensor]) -> Gradients:
@@ -90,7 +89,7 @@ def unscale_(gradients: list[Tensor], inverse_scale: float) -> Tensor:
     """Multiply in place and find out whether every element is finite. One pass, no device read.
 
     Returns:
-        A float32 scalar on the device of the first gradient: 0 if every element is finite, else -inf.
+        A float32 scalar on the device of the first gradient: 0 if every element is finite, else inf.
 
     """
     flags = []
@@ -105,7 +104,7 @@ def unscale_(gradients: list[Tensor], inverse_scale: float) -> Tensor:
     if not flags:
         return torch.zeros(())
     found_inf = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
-    return found_inf.neg_().log1p_()  # 0 becomes 0, and 1 becomes -inf
+    return found_inf.atanh_()  # 0 stays 0, and 1 becomes inf
 
 
 @torch.no_grad()
@@ -135,6 +134,11 @@ def total_norm(gradients: list[Tensor], dtype: torch.dtype | None = None) -> Ten
         return whole(torch.linalg.vector_norm(norms[0]))
     widest = dtype or norm_dtype(gradients)
     return torch.linalg.vector_norm(torch.cat([whole(norm).to(gradients[0].device, widest) for norm in norms]))
+
+
+def are_small(gradients: list[Tensor]) -> bool:
+    """Tell whether :func:`unscale_` is the quicker check, although it writes: it is one kernel, a norm is several."""
+    return len(gradients) <= 64 and sum(map(Tensor.numel, gradients)) <= 2**16
 
 
 def norm_dtype(gradients: list[Tensor]) -> torch.dtype:

@@ -7,7 +7,7 @@ which saves a pass. Powers of two make both exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -33,8 +33,9 @@ class HeldGradients:
 
     scale: float = 1.0
     pending: dict[int, Pending] = field(default_factory=dict)
-    _parameters: list[list[Tensor]] = field(default_factory=list)
-    """Those that are multiplied, by optimizer; those of no optimizer come last."""
+    _among: Sequence[Optimizer] = ()
+    _others: Sequence[Tensor] = ()
+    _keep_true: bool = False
 
     def begin(
         self,
@@ -64,19 +65,23 @@ class HeldGradients:
                 self.pending[index] = Pending(scale)
             else:
                 known.scale = max(known.scale, scale)
-        seen: set[int] = set()  # a parameter may belong to two optimizers
-        self._parameters = []
-        for parameters in chain(map(gradients.parameters_of, among), [others] if keep_true else []):
-            mine = [p for p in parameters if (p.requires_grad or not keep_true) and id(p) not in seen]
-            seen.update(map(id, mine))
-            self._parameters.append(mine)
+        self._among, self._others, self._keep_true = among, others, keep_true
         if scale != self.scale and (others or not all(fresh)):
-            gradients.rescale_(chain(*self._parameters), scale / self.scale)
+            gradients.rescale_(chain(*self._multiplied()), scale / self.scale)
         self.scale = scale
+
+    def _multiplied(self) -> Iterator[list[Tensor]]:
+        """Yield the parameters whose gradients are multiplied, by optimizer; those of no optimizer come last."""
+        seen: set[int] = set()  # a parameter may belong to two optimizers
+        owned = map(gradients.parameters_of, self._among)
+        for parameters in chain(owned, [self._others] if self._keep_true else []):
+            mine = [p for p in parameters if (p.requires_grad or not self._keep_true) and id(p) not in seen]
+            seen.update(map(id, mine))
+            yield mine
 
     def settle(self) -> None:
         """Bring all to their true values after a backward, and note whether they were finite."""
-        for index, parameters in enumerate(self._parameters):
+        for index, parameters in enumerate(self._multiplied()):
             evidence = gradients.rescale_and_check_(parameters, 1 / self.scale)
             if (pending := self.pending.get(index)) is not None:  # else they are those of no optimizer
                 pending.evidence = evidence if pending.evidence is None else pending.evidence + evidence
@@ -85,13 +90,13 @@ class HeldGradients:
     def undo(self) -> None:
         """Bring all to their true values where no step will, after an error or at the end of a fit; no collective."""
         if self.scale != 1:
-            gradients.rescale_(chain(*self._parameters), 1 / self.scale)
+            gradients.rescale_(chain(*self._multiplied()), 1 / self.scale)
         self.stepped()
 
     def stepped(self) -> None:
         """Take note that all are true."""
         self.scale = 1.0
-        self._parameters = []
+        self._among = self._others = ()
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

@@ -91,7 +91,7 @@ def apply(optimizer: Optimizer, divisor: float, kwargs: dict[str, Any]) -> Any:
 
     In manual optimization the user calls it from within ``training_step``, where its products would be float16.
     """
-    first = next(gradients.parameters_of(optimizer), None)
+    first = next(iter(gradients.parameters_of(optimizer)), None)
     device = torch.device("cpu") if first is None else first.device
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):

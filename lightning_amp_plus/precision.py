@@ -19,6 +19,7 @@ from lightning_amp_plus import _lightning, gradients
 from lightning_amp_plus.engine import StepEngine
 from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.hardware import select_common_precision
+from lightning_amp_plus.hooks import UserHooks
 from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.optimizers import require_scalable
 from lightning_amp_plus.report import PRECISIONS, Precision
@@ -106,6 +107,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         self._told: Precision | None = None  # what other callbacks were told that the run computes in
         self._exclude_buffers = tuple(exclude_buffers)
         self._others: list[Tensor] = []
+        self._hooks: UserHooks | None = None  # during a run
 
     def __repr__(self) -> str:
         # The Trainer prints it when it refuses a plugin of the other namespace.
@@ -131,6 +133,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             self.device = device.type
             self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
             self._choose_precision(device)
+            self._hooks = UserHooks(self._pl, trainer)
             if trainer.state.fn == "fit":
                 self._window = TrainingWindow(
                     self._pl, trainer, can_retry=lambda: self._engine.can_retry, exclude=self._exclude_buffers
@@ -163,6 +166,11 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             self._told = self._engine.precision
             _lightning.set_compute_dtype(self._pl, trainer, _DTYPES[self._told])
 
+    def _hooks_of(self, module: LightningModule) -> UserHooks:
+        if self._hooks is None:
+            self._hooks = UserHooks(self._pl, module.trainer)
+        return self._hooks
+
     @override
     def connect(self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         names = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
@@ -181,6 +189,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         self._engine.agree = None
         self.policy = None  # of a callback, which Lightning does not tear down after an error
         self._others = []
+        self._hooks = None
         self._told = None
         self._end_run()
         super().teardown()
@@ -201,39 +210,34 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        window = self._window if self._window is not None and not self._window.is_automatic else None
-        if window is not None:
-            window.begin_iteration()
-        with self._rolled_back_on_error(), self.forward_context():
-            yield
-        outcomes = tuple(self._engine.iteration)
-        self._engine.end_iteration()  # of manual optimization; in automatic optimization the step comes later
-        if window is not None:
-            window.end_iteration(outcomes)
-
-    @contextmanager
-    def _rolled_back_on_error(self) -> Generator[None, None, None]:
+        window = self._window
+        if window is None or window.is_automatic:
+            with self.forward_context():
+                yield
+            return
+        window.begin_iteration()
         try:
-            yield
+            with self.forward_context():
+                yield
         except BaseException:
-            if self._window is not None:
-                self._window.rollback(partly="applied" in self._engine.iteration)
+            window.rollback(partly="applied" in self._engine.iteration)
             raise
+        outcomes = tuple(self._engine.iteration)
+        self._engine.end_iteration()
+        window.end_iteration(outcomes)
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         # Not MixedPrecision's, which scales here, before the hooks have seen the loss. To call hooks that nobody has is
         # what Lightning spends most time on here: the time that the checks of a step take.
-        if _lightning.someone_overrides(self._pl, module.trainer, "on_before_backward"):
-            with self._rolled_back_on_error():
-                return super(self._pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
+        if self._hooks_of(module).someone_overrides("on_before_backward"):
+            return super(self._pl.plugins.MixedPrecision, self).pre_backward(tensor, module)
         return tensor
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if _lightning.someone_overrides(self._pl, module.trainer, "on_after_backward"):
-            with self._rolled_back_on_error():
-                super().post_backward(tensor, module)
+        if self._hooks_of(module).someone_overrides("on_after_backward"):
+            super().post_backward(tensor, module)
         if self._window is not None:
             self._window.note_backward()
         return tensor.detach()
@@ -248,11 +252,9 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         if self._engine.scaler is not None:
             # The step unscales what its optimizer owns: not what it does not own, nor what the user may see before.
             others = [parameter for parameter in self._others if parameter.requires_grad]
-            keep_true = (
-                not model.automatic_optimization or bool(others) or _lightning.looks_at_gradients(self._pl, trainer)
-            )
+            keep_true = not model.automatic_optimization or bool(others) or self._hooks_of(model).looks_at_gradients()
         attempt = self._engine.backward(tensor, trainer.optimizers, keep_true=keep_true, others=others)
-        with self._rolled_back_on_error(), attempt as scaled:
+        with attempt as scaled:
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
     # Step -------------------------------------------------------------------------------------------------------------
@@ -261,24 +263,24 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        trainer = model.trainer
+        trainer, user_hooks = model.trainer, self._hooks_of(model)
         hooks: Callable[[], None] | None = None
         clipping = None
-        if model.automatic_optimization and self._clips_by_itself(model):
+        if model.automatic_optimization and user_hooks.clips_by_itself():
             hooks = partial(_lightning.call_after_closure, self, model, optimizer)
         else:
-            if _lightning.someone_overrides(self._pl, trainer, "on_before_optimizer_step"):
+            if user_hooks.someone_overrides("on_before_optimizer_step"):
                 hooks = partial(_lightning.call_before_optimizer_step, self._pl, trainer, optimizer)
             threshold = float(trainer.gradient_clip_val or 0)
             if model.automatic_optimization and threshold > 0:  # stock takes what is below for no clipping
                 clipping = Clipping(threshold, "value" if trainer.gradient_clip_algorithm == "value" else "norm")
         window = self._window if model.automatic_optimization else None
         is_trial = self._searches and _lightning.is_trial(self._pl, trainer)
-        with self._rolled_back_on_error():
+        try:
             output = self._engine.step(
                 optimizer,
                 closure,
-                index=next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), -1),
+                index=0 if model.automatic_optimization else _position(optimizer, trainer.optimizers),
                 automatic=model.automatic_optimization,
                 hooks=hooks,
                 clipping=clipping,
@@ -287,6 +289,10 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
                 window=window,
                 **kwargs,
             )
+        except BaseException:
+            if window is not None:  # else the iteration of manual optimization, which this is a part of, sees to it
+                window.rollback()
+            raise
         report = self._engine.last_step
         is_held = report is not None and report.outcome == "skipped" and not is_trial  # a search counts all its steps
         if is_held:
@@ -304,12 +310,6 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         _lightning.call_after_closure(self, model, optimizer)
         return output
 
-    def _clips_by_itself(self, model: LightningModule) -> bool:
-        return any(
-            _lightning.overrides(model, self._pl.LightningModule, hook)
-            for hook in ("configure_gradient_clipping", "clip_gradients")
-        )
-
     @override
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
@@ -319,6 +319,10 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         if clip_val > 0:
             clip = gradients.clip_value_ if gradient_clip_algorithm == "value" else gradients.clip_norm_
             clip(grads, clip_val)
+
+
+def _position(optimizer: Optimizer, among: Sequence[Optimizer]) -> int:
+    return next((index for index, known in enumerate(among) if known is optimizer), -1)
 
 
 def _largest_of_all_ranks(device: torch.device, flags: Tensor) -> Tensor:

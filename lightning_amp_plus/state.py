@@ -90,9 +90,9 @@ class StatefulPrecision(_MixedPrecision):
         self._engine.skips.policy = policy
 
     def request_grad_norm(self) -> None:
-        """Ask for ``last_step.grad_norm`` of the next step, on every rank or on none.
+        """Ask for ``last_step.grad_norm`` of the next step: in manual optimization, of the steps of the next iteration.
 
-        It costs one reading pass in float16 where nothing is clipped, and nothing elsewhere.
+        On every rank, or on none. It costs one reading pass in float16 where nothing is clipped, and nothing elsewhere.
         """
         self._engine.request_grad_norm()
 
@@ -126,7 +126,7 @@ class StatefulPrecision(_MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()
-        return {**self.__dict__, "_window": None}  # which belongs to the Trainer of a run
+        return {**self.__dict__, "_window": None, "_hooks": None}  # which belong to the Trainer of a run
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 

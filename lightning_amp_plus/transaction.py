@@ -7,7 +7,7 @@ is allocated once, with one foreach call; nothing that grows with the parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
+from torch.nn import Module
 from torchmetrics import Metric, MetricCollection
+
+from lightning_amp_plus.contents import Contents, turned_non_finite
 
 RngState = dict[torch.device, Tensor]
 """The states of torch's random number generators, by device."""
@@ -50,7 +51,7 @@ class StepTransaction:
         self._buffer_owners: list[_BuffersOf] = []
         self._metrics: list[Module] = []
         self._metric_owners: list[_FieldsOf] = []
-        self._buffers, self._states = _Contents(), _Contents()
+        self._buffers, self._states = Contents(), Contents()
         self._lists: dict[int, tuple[list[Any], list[Any]]] = {}
         self.rng: RngState = {}
 
@@ -59,14 +60,13 @@ class StepTransaction:
         """Whether there is something to put back."""
         return bool(self.rng)
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Remember the present state."""
         self._look_for_modules()
         self._look_for_buffers()
-        self._look_for_metric_states()
-        self._buffers.copy()
-        self._states.copy()
+        self._buffers.remember(self._all_buffers)
+        if self._metrics:
+            self._remember_metrics()
         self.rng = rng_state(self.devices)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class StepTransaction:
             buffers.restore_non_finite()
             buffers.restore(frozenset(name for name in buffers.before if (buffers.key, name) in keep))
         kept = {id(b.before[name]) for b in self._buffer_owners for name in b.before if (b.key, name) in keep}
-        self._buffers.put_back(lambda tensor, copy: id(tensor) not in kept or _turned_non_finite(tensor, copy))
+        self._buffers.put_back(lambda tensor, copy: id(tensor) not in kept or turned_non_finite(tensor, copy))
         self._restore_metrics(
             [m for m in self._metric_owners if m.key not in keep or m.has_turned_non_finite(self._states)]
         )
@@ -94,7 +94,7 @@ class StepTransaction:
         """Put back only what has turned inf or NaN: for an iteration of which a part was applied."""
         for buffers in self._buffer_owners:
             buffers.restore_non_finite()
-        self._buffers.put_back(_turned_non_finite)
+        self._buffers.put_back(turned_non_finite)
         self._restore_metrics([m for m in self._metric_owners if m.has_turned_non_finite(self._states)])
 
     def _restore_metrics(self, metrics: list[_FieldsOf]) -> None:
@@ -131,6 +131,7 @@ class StepTransaction:
             self._buffer_views = [module._buffers.values() for module in modules]
             self._name_views = [module._buffers.keys() for module in modules]
             self._metrics = [module for module in modules if isinstance(module, (Metric, MetricCollection))]
+            self._metric_owners = []
             self._buffer_ids = [-1]
 
     def _look_for_buffers(self) -> None:
@@ -146,7 +147,6 @@ class StepTransaction:
             scripted = [m for m in self._module.modules() if isinstance(m, torch.jit.ScriptModule)]
             self._all_buffers = [value for owner in self._buffer_owners for value in owner.included()]
             self._all_buffers += [buffer for module in scripted for buffer in module.buffers(recurse=False)]
-        self._buffers.follow(self._all_buffers)
 
     def _excluded(self, name: str, module: Module) -> frozenset[str]:
         names = {key: f"{name}.{key}" if name else key for key in module._buffers}
@@ -154,10 +154,8 @@ class StepTransaction:
             key for key, full in names.items() if any(fnmatchcase(full, pattern) for pattern in self._exclude)
         )
 
-    def _look_for_metric_states(self) -> None:
+    def _remember_metrics(self) -> None:
         self._metric_owners = [_FieldsOf(metric) for metric in self._metrics]
-        if not self._metric_owners:
-            return
         tensors, lists = [], []
         for owner in self._metric_owners:
             for value in owner.before.values():
@@ -165,10 +163,10 @@ class StepTransaction:
                     tensors.append(value)
                 elif type(value) is list:
                     lists.append(value)
-        self._states.follow(tensors)
-        self._follow_lists(lists)
+        self._states.remember(tensors)
+        self._remember_lists(lists)
 
-    def _follow_lists(self, lists: list[list[Any]]) -> None:
+    def _remember_lists(self, lists: list[list[Any]]) -> None:
         """Copy the lists: of tensors, which are states that only grow until they are cleared, only what is new."""
         known_before, self._lists = self._lists, {}
         for values in lists:
@@ -224,7 +222,7 @@ class _BuffersOf(_Owner):
             now = self.fields.get(key)
             if now is value or key in self.excluded or not (isinstance(value, Tensor) and isinstance(now, Tensor)):
                 continue
-            if _turned_non_finite(now, value):
+            if turned_non_finite(now, value):
                 self.fields[key] = value
 
 
@@ -235,11 +233,11 @@ class _FieldsOf(_Owner):
         # The first update of a collection decides which metrics share their states.
         self._groups = _copy_groups(metric._groups) if isinstance(metric, MetricCollection) else None
 
-    def has_turned_non_finite(self, contents: _Contents) -> bool:
+    def has_turned_non_finite(self, contents: Contents) -> bool:
         for key, value in self.before.items():
             now = self.fields.get(key)
             copy = contents.copy_of(value) if isinstance(value, Tensor) else None
-            if copy is not None and isinstance(now, Tensor) and _turned_non_finite(now, copy):
+            if copy is not None and isinstance(now, Tensor) and turned_non_finite(now, copy):
                 return True
         return False
 
@@ -253,87 +251,12 @@ def _copy_groups(groups: dict[Any, list[str]]) -> dict[Any, list[str]]:
     return {key: list(names) for key, names in groups.items()}
 
 
-class _Contents:
-    """Tensors whose contents are copied, and the storage for it, which is allocated once."""
-
-    def __init__(self) -> None:
-        self._followed: list[Any] = []
-        self._has_lazy = False
-        self._plain: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._special: list[tuple[Tensor, Tensor]] = []
-        self._shapes: list[torch.Size] = []
-        self._tensors: list[Tensor] = []
-        self._copies: list[Tensor] = []
-
-    def follow(self, values: list[Any]) -> None:
-        """Copy the tensors among ``values`` from now on."""
-        same = values is self._followed or list(map(id, values)) == list(map(id, self._followed))
-        if same and [tensor.shape for tensor in self._tensors] == self._shapes and not self._has_lazy:
-            return
-        storage = {id(tensor): copy for tensor, copy in zip(self._tensors, self._copies, strict=True)}
-        unique = {id(value): value for value in values if isinstance(value, Tensor) and _can_be_written(value)}
-        self._followed = values
-        self._has_lazy = any(is_lazy(value) for value in values)
-        self._tensors = list(unique.values())
-        self._shapes = [tensor.shape for tensor in self._tensors]
-        self._copies = [_storage_like(tensor, storage.get(key)) for key, tensor in unique.items()]
-        pairs = list(zip(self._copies, self._tensors, strict=True))
-        plain = [pair for pair in pairs if type(pair[1]) in (Tensor, Parameter)]
-        self._plain = [copy for copy, _ in plain], [tensor for _, tensor in plain]
-        self._special = [pair for pair in pairs if type(pair[1]) not in (Tensor, Parameter)]  # such as DTensors
-
-    def copy(self) -> None:
-        copies, tensors = self._plain
-        if tensors:
-            torch._foreach_copy_(copies, tensors)
-        for copy, tensor in self._special:
-            copy.copy_(tensor)
-
-    def copy_of(self, tensor: Tensor) -> Tensor | None:
-        return next((c for t, c in zip(self._tensors, self._copies, strict=True) if t is tensor), None)
-
-    def put_back(self, choose: Callable[[Tensor, Tensor], bool] = lambda tensor, copy: True) -> None:
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            if not choose(tensor, copy):
-                continue
-            if (tensor.shape, tensor.dtype, tensor.device) == (copy.shape, copy.dtype, copy.device):
-                tensor.copy_(copy)
-            else:
-                tensor.data = copy.clone()
-
-
-def _turned_non_finite(now: Tensor, before: Tensor) -> bool:
-    """Tell whether an element is inf or NaN that was finite, or NaN that was inf: a mask of -inf is legal."""
-    if not (now.is_floating_point() or now.is_complex()) or now.layout is not torch.strided or now.is_meta:
-        return False
-    if now.itemsize == 1:  # float8 has no comparisons
-        now, before = now.float(), before.float()
-    if (now.shape, now.device) != (before.shape, before.device):
-        return not bool(now.isfinite().all())
-    return bool((now.isnan() & ~before.isnan() | now.isinf() & before.isfinite()).any())
-
-
-def _can_be_written(tensor: Tensor) -> bool:
-    """Tell whether a step can change the contents of ``tensor`` in place, and they can be copied."""
-    if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.is_nested:
-        return False
-    if tensor.layout is torch.strided:
-        return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.layout is not torch._mkldnn  # type: ignore[attr-defined]
-
-
-def _storage_like(tensor: Tensor, old: Tensor | None) -> Tensor:
-    if old is not None and (old.shape, old.dtype, old.device) == (tensor.shape, tensor.dtype, tensor.device):
-        return old
-    return torch.empty_like(tensor)
-
-
 # Random numbers -------------------------------------------------------------------------------------------------------
 
 
 def rng_state(devices: Iterable[torch.device]) -> RngState:
     """Return the states of torch's generators, the CPU's and those of ``devices``: host memory, no synchronization."""
-    states = {_CPU: torch.get_rng_state()}
+    states = {_CPU: torch.default_generator.get_state()}
     for device in devices:
         module = getattr(torch, device.type)
         states[device] = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)

@@ -61,7 +61,7 @@ class TrainingWindow:
         self._epoch = -1
         self._logged: _lightning.Logged = {}
         self.is_held = False
-        self._end = _lightning.watch(trainer, self._add, self)
+        self._end = _lightning.watch(trainer, self)
 
     @property
     def is_automatic(self) -> bool:
@@ -118,7 +118,8 @@ class TrainingWindow:
 
     # Automatic optimization -------------------------------------------------------------------------------------------
 
-    def _add(self, closure: Any, arguments: dict[str, Any]) -> None:
+    def add(self, closure: Any, arguments: dict[str, Any]) -> None:
+        """Take up the next micro-batch, in a new window if it zeroes the gradients."""
         self.is_held = False
         rng = None
         if _lightning.opens_window(closure) or not self._transaction.is_open:
@@ -130,6 +131,14 @@ class TrainingWindow:
             self._note_others()
         if self._can_retry() and _lightning.has_backward(closure):
             self._keep(closure, arguments, rng or rng_state(self._transaction.devices))
+
+    def run(self, closure: Any) -> Any:
+        """Run a micro-batch, forward and backward; put back what the window has changed if it raises."""
+        try:
+            return closure()
+        except BaseException:
+            self.rollback()
+            raise
 
     def _keep(self, closure: Any, arguments: dict[str, Any], rng: RngState) -> None:
         if "batch" not in arguments:

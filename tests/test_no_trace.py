@@ -322,7 +322,7 @@ def test_a_wrong_rollback_is_reported() -> None:
     ("broken", "where"),
     [
         ("transaction.set_rng_state", {"module", "optimizers", "callback_metrics", "rng"}),
-        ("transaction._Contents.put_back", {"module", "callback_metrics"}),
+        ("contents.Contents.put_back", {"module", "callback_metrics"}),
         ("_lightning.restore_logged", {"callback_metrics"}),
         ("_lightning.hold_global_step", {"global_step"}),
     ],

@@ -37,7 +37,7 @@ PUBLIC = [
 ]
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 BINDINGS = ("lightning_pytorch.py", "pytorch_lightning.py")  # all that imports Lightning when it runs
-ADAPTERS = ("_lightning.py", "precision.py", "state.py", "window.py", "callbacks/", *BINDINGS)
+ADAPTERS = ("_lightning.py", "hooks.py", "precision.py", "state.py", "window.py", "callbacks/", *BINDINGS)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -911,11 +911,11 @@ def test_the_cost_of_a_list_does_not_grow_with_it(monkeypatch: pytest.MonkeyPatc
     """Items read by a begin() are those that are new, and one."""
     transaction = StepTransaction(nn.Module())
     values = Counting([torch.tensor(number) for number in range(10_000)])
-    transaction._follow_lists([values])
+    transaction._remember_lists([values])
     for new in (0, 1, 3):
         values.read = 0
         values.extend(map(torch.tensor, range(new)))
-        transaction._follow_lists([values])
+        transaction._remember_lists([values])
         assert values.read <= new + 1
     assert transaction._lists[id(values)][1][-4:] == [0, 0, 1, 2]
 
