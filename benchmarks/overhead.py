@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale
+from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, PrecisionFallback
 
 Name = Literal["16-mixed", "bf16-mixed", "32-true"]
 Plugin = Callable[[Name], Precision]
@@ -261,13 +261,14 @@ def perceptron(setup: Setup, size: tuple[int, int, int]) -> tuple[Perceptron, Te
 
 
 def step_time(
-    setup: Setup, plugin: Plugin, precision: Name, large: bool, monitor: bool = False, *, turn: Turn
+    setup: Setup, plugin: Plugin, precision: Name, large: bool, everything: bool = False, *, turn: Turn
 ) -> float:
     """Seconds per step inside a fit: mean over its steps after a warm-up."""
     module, batch = perceptron(setup, setup.large[precision] if large else setup.tiny)
     steps = setup.large_steps if large else setup.tiny_steps
     meter = Meter(setup.now, max(2, steps // 5), steps, turn)
-    fit(setup, plugin(precision), module, batch, meter.batches, [meter, *([AMPMonitor()] if monitor else [])])
+    callbacks: list[Callback] = [PrecisionFallback(), AMPMonitor()] if everything else []
+    fit(setup, plugin(precision), module, batch, meter.batches, [meter, *callbacks])
     return meter.per_step
 
 
@@ -282,14 +283,14 @@ def optimizer_time(
 
 
 def syncs_per_step(setup: Setup, plugin: Plugin, precision: Name, everything: bool) -> float:
-    """Device syncs per optimizer step of the small model; `everything` adds clipping, and to ours the monitor."""
+    """Device syncs per optimizer step of the small model; `everything` adds clipping, and to ours the callbacks."""
     module, batch = perceptron(setup, setup.tiny)
     counter = SyncCounter(setup.device)
     meter = Meter(lambda: counter.count, 10, setup.tiny_steps)
-    monitor: list[Callback] = [AMPMonitor()] if everything and plugin == setup.ours else []
+    callbacks: list[Callback] = [PrecisionFallback(), AMPMonitor()] if everything and plugin == setup.ours else []
     with counter, HostReads(counter):
         clip = 1.0 if everything else None
-        fit(setup, plugin(precision), module, batch, meter.batches, [meter, *monitor], clip)
+        fit(setup, plugin(precision), module, batch, meter.batches, [meter, *callbacks], clip)
     return meter.per_step
 
 
@@ -364,8 +365,8 @@ def keep_freed_memory() -> None:
 def print_table(setup: Setup) -> None:
     ours, stock, repeats = setup.ours, setup.stock, setup.repeats
 
-    def step(plugin: Plugin, precision: Name, large: bool, monitor: bool = False) -> Measure:
-        return lambda turn: step_time(setup, plugin, precision, large, monitor, turn=turn)
+    def step(plugin: Plugin, precision: Name, large: bool, everything: bool = False) -> Measure:
+        return lambda turn: step_time(setup, plugin, precision, large, everything, turn=turn)
 
     def optimizer(plugin: Plugin, precision: Name, kind: str, clip: float | None) -> Measure:
         return lambda turn: optimizer_time(setup, plugin, precision, kind, clip, turn=turn)
@@ -380,7 +381,7 @@ def print_table(setup: Setup) -> None:
         small, large = targets[precision]
         baseline = step(stock, precision, False)
         paired(f"step, small model, {precision}", repeats, step(ours, precision, False), baseline, small)
-        paired(f"step, small model, AMPMonitor, {precision}", repeats, step(ours, precision, False, True), baseline)
+        paired(f"step, small model, both callbacks, {precision}", repeats, step(ours, precision, False, True), baseline)
         measures = step(ours, precision, True), step(stock, precision, True)
         paired(f"step, large model, {precision}", repeats, *measures, large)
     measures = step(ours, "bf16-mixed", True), step(ours, "32-true", True)
@@ -404,7 +405,7 @@ def print_table(setup: Setup) -> None:
     for everything in (False, True):
         plain = syncs_per_step(setup, stock, "32-true", everything)
         for precision in (*MIXED, "32-true"):
-            name = f"syncs per step, {precision}{', clip, AMPMonitor' if everything else ''}"
+            name = f"syncs per step, {precision}{', clip, both callbacks' if everything else ''}"
             count, of_stock = (syncs_per_step(setup, plugin, precision, everything) for plugin in (ours, stock))
             row(name, [count], plain + 1, f"{of_stock:.2f}")
 

@@ -11,6 +11,7 @@ Run it from anywhere; it needs no GPU and takes seconds::
     python examples/digits.py                                      # bf16 where it is native, on a CPU else fp32
     python examples/digits.py --precision 16-mixed                 # fp16 with loss scaling
     python examples/digits.py --precision 16-mixed --hot           # activations beyond fp16's 65504: it falls back
+    python examples/digits.py --precision 16-mixed --hot --scope module   # one layer in fp32, the rest stays in fp16
     python examples/digits.py --precision 16-mixed --hot --stock   # Lightning's own plugin, which learns nothing
 
 It ends with a short table and the path of a picture: the loss and the loss scale over the steps.
@@ -45,6 +46,17 @@ PRECISIONS = {"10.0": "16-mixed", "7.0": "bf16-mixed", "23.0": "32-true"}  # by 
 BLUE, ORANGE = "#0072B2", "#D55E00"  # of Okabe and Ito: colour-blind readers tell them apart
 
 
+class Gain(nn.Module):
+    """Multiplies by a number."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features * self.gain
+
+
 class DigitsNet(LightningModule):
     """Two convolutions with BatchNorm and a normalised linear layer, about 11,000 parameters.
 
@@ -56,7 +68,7 @@ class DigitsNet(LightningModule):
 
     def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
-        self.gain = gain
+        self.gain = Gain(gain)
         self.features = nn.Sequential(
             nn.Conv2d(1, 16, kernel_size=3, padding=1, bias=False),
             nn.BatchNorm2d(16),
@@ -70,7 +82,7 @@ class DigitsNet(LightningModule):
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images) * self.gain)
+        return self.head(self.gain(self.features(images)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
@@ -124,10 +136,11 @@ class History:
     losses: list[float]
     scales: list[float]
     skipped: list[int]
+    rescued: list[int]
     fallbacks: list[tuple[int, str, str]]  # the first step in the new precision, the old and the new one
 
 
-def read_history(log_dir: Path) -> History:
+def read_history(log_dir: Path, began_in: str) -> History:
     with open(log_dir / "metrics.csv", newline="") as file:
         logged = [row for row in csv.DictReader(file) if row["amp/skipped_steps"]]
     counts, rows = [0.0], []
@@ -135,12 +148,17 @@ def read_history(log_dir: Path) -> History:
         if row["loss"] or float(row["amp/skipped_steps"]) > counts[-1]:  # one for each step; a skipped one has no loss
             rows.append(row)
             counts.append(float(row["amp/skipped_steps"]))
-    precisions = [PRECISIONS.get(row.get("amp/mantissa_bits", ""), "") for row in rows]
+    rescues = [0.0, *(float(row.get("amp/rescued_steps") or 0) for row in rows)]
+    rescued = [step for step, (before, after) in enumerate(pairwise(rescues)) if after > before]
+    steps = [step for step in range(len(rows)) if step not in rescued]  # of the others, which tell what the run is in
+    precisions = [(0, began_in)]
+    precisions += [(step, PRECISIONS.get(rows[step].get("amp/mantissa_bits", ""), began_in)) for step in steps]
     return History(
         losses=[float(row["loss"] or math.nan) for row in rows],
         scales=[float(row["amp/loss_scale"]) for row in rows],
         skipped=[step for step, (before, after) in enumerate(pairwise(counts)) if after > before],
-        fallbacks=[(step, old, new) for step, (old, new) in enumerate(pairwise(precisions), start=1) if new != old],
+        rescued=rescued,
+        fallbacks=[(step, old, new) for (_, old), (step, new) in pairwise(precisions) if new != old],
     )
 
 
@@ -173,6 +191,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small CNN on handwritten digits in mixed precision.")
     parser.add_argument("--precision", choices=("auto", "16-mixed", "bf16-mixed", "32-true"), default="auto")
     parser.add_argument("--hot", action="store_true", help="give one layer activations beyond float16's 65504")
+    parser.add_argument(
+        "--scope", choices=("model", "module"), default="model", help="what goes on in a wider precision"
+    )
     parser.add_argument("--stock", action="store_true", help="use Lightning's own plugin instead, for comparison")
     parser.add_argument("--epochs", type=int, default=15, help="passes over the training images (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batch order (default: %(default)s)")
@@ -204,7 +225,7 @@ def main() -> None:
     else:
         # A loss scale grows after 2,000 clean steps by default, which is more than this run has.
         plugin = AdaptiveMixedPrecision(arguments.precision, LossScale(growth_interval=30))
-        callbacks = [PrecisionFallback(), AMPMonitor(prog_bar=True)]
+        callbacks = [PrecisionFallback(scope=arguments.scope), AMPMonitor(prog_bar=True)]
     if not arguments.no_progress:
         callbacks.append(TQDMProgressBar())
     logger = CSVLogger(arguments.log_dir, name=None)
@@ -228,15 +249,19 @@ def main() -> None:
     seconds = time.perf_counter() - start
     accuracy = trainer.test(model, test_loader, verbose=False)[0]["accuracy"]
 
-    history = read_history(Path(logger.log_dir))
+    began_in: str = plugin.precision
+    if isinstance(plugin, AdaptiveMixedPrecision):
+        began_in = plugin.state_dict()["configured_precision"]
+    history = read_history(Path(logger.log_dir), began_in)
     picture = Path(logger.log_dir) / "digits.png"
-    began_in = history.fallbacks[0][1] if history.fallbacks else plugin.precision
     began_in += " (stock)" if arguments.stock else " (auto)" if arguments.precision == "auto" else ""
     plot(history, f"{began_in}{', hot' if arguments.hot else ''}", picture)
 
+    kept = plugin.kept_modules if isinstance(plugin, AdaptiveMixedPrecision) else ()
     fallbacks = [f"to {new} at step {step}" for step, _, new in history.fallbacks]
     print(f"precision    {began_in}\nfell back    {', '.join(fallbacks) or 'never'}")
     print(f"applied      {len(history.losses) - len(history.skipped)}\nskipped      {len(history.skipped)}")
+    print(f"rescued      {len(history.rescued)}\nin float32   {', '.join(kept) or 'no module'}")
     print(f"final scale  {history.scales[-1]:.8g}\naccuracy     {accuracy:.4f}\nseconds      {seconds:.1f}")
     print(f"picture      {picture}")
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_amp_plus.diagnosis import Diagnosis as Diagnosis
     from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
     from lightning_amp_plus.lightning_pytorch import AdaptiveMixedPrecision as AdaptiveMixedPrecision
     from lightning_amp_plus.lightning_pytorch import AMPMonitor as AMPMonitor
@@ -16,18 +17,21 @@ if TYPE_CHECKING:
     from lightning_amp_plus.report import StepCounters as StepCounters
     from lightning_amp_plus.report import StepReport as StepReport
     from lightning_amp_plus.skips import NonFiniteStepError as NonFiniteStepError
+    from lightning_amp_plus.standalone import diagnose as diagnose
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "AMPMonitor": "lightning_pytorch",
     "AdaptiveMixedPrecision": "lightning_pytorch",
+    "Diagnosis": "diagnosis",
     "DynamicLossScaler": "grad_scaler",
     "LossScale": "loss_scale",
     "NonFiniteStepError": "skips",
     "PrecisionFallback": "lightning_pytorch",
     "StepCounters": "report",
     "StepReport": "report",
+    "diagnose": "standalone",
 }
 
 __all__ = sorted(_MODULES)

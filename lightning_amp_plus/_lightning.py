@@ -6,8 +6,8 @@ has imported, ``lightning.pytorch`` or ``pytorch_lightning``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,10 +140,66 @@ def has_backward(closure: Any) -> bool:
     return closure._backward_fn is not None
 
 
-def prepare_again(closure: Any) -> None:
-    """Have a closure let go of its last loss, and not zero the gradients: ``on_before_zero_grad`` is once per step."""
-    closure._zero_grad_fn = None
-    closure._result = None
+class _Zeroing:
+    """Zeroes the gradients, and knows whether it has."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function, self.has_run = function, False
+
+    def __call__(self) -> None:
+        self.has_run = True
+        self._function()
+
+
+def note_zeroing(closure: Any) -> None:
+    """Have it known whether a closure has zeroed the gradients."""
+    closure._zero_grad_fn = _Zeroing(closure._zero_grad_fn)
+
+
+@contextmanager
+def without_zeroing_again(closure: Any) -> Generator[None, None, None]:
+    """Have a closure that has zeroed the gradients not do so again: ``on_before_zero_grad`` is once per step."""
+    zeroing = closure._zero_grad_fn
+    if isinstance(zeroing, _Zeroing) and zeroing.has_run:
+        closure._zero_grad_fn = None
+    try:
+        yield
+    finally:
+        closure._zero_grad_fn = zeroing
+
+
+def let_go(closure: Any) -> None:
+    """Have a closure keep of its last result but the value of the loss, which the loop asks for in the end."""
+    if closure._result is not None:
+        loss, closure._result = closure._result.loss, type(closure._result)(None)
+        closure._result.loss = loss
+
+
+def is_replicated(trainer: Trainer) -> bool:
+    """Tell whether each rank's forward is its own: a DDP's is, once its buffers are no longer broadcast in it."""
+    model = trainer.strategy.model
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return True
+    if trainer.state.fn == "fit" or model is not trainer.lightning_module:
+        return False
+    # Outside of a fit Lightning wraps nothing. What is sharded has gathered its parameters for as long as it is called.
+    is_sharded = any(hasattr(module, "unshard") for module in model.modules())
+    return not (is_sharded or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()))
+
+
+@contextmanager
+def without_sync_of_forward(trainer: Trainer) -> Generator[None, None, None]:
+    """Have a DDP's forward not wait for the other ranks, which have been through theirs."""
+    model: Any = trainer.strategy.model
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        yield
+        return
+    before, model.require_forward_param_sync = model.require_forward_param_sync, False
+    try:
+        yield
+    except BaseException:
+        model.require_forward_param_sync = before  # after a forward that ends well DDP itself has set it
+        raise
 
 
 def hold_axis_of_checkpoint(checkpoint: dict[str, Any]) -> None:
@@ -180,20 +236,38 @@ _LOGGED = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_upd
 Logged = dict[str, dict[str, Any]]
 
 
-def logged_state(trainer: Trainer) -> Logged:
+def _logged(trainer: Trainer, *, evaluates: bool) -> tuple[Any, tuple[str, ...]]:
+    """Return what ``self.log`` fills, and how the keys begin of what is logged from the hooks that are run again."""
+    if evaluates:
+        return trainer._results, ("validation_step.", "test_step.")
+    return trainer.fit_loop.epoch_loop._results, _PER_ATTEMPT
+
+
+def logged_state(trainer: Trainer, *, evaluates: bool = False) -> Logged:
     """Return what ``self.log`` has collected in the hooks that run per attempt."""
-    results: Any = trainer.fit_loop.epoch_loop._results
+    results, prefixes = _logged(trainer, evaluates=evaluates)
     return {
         key: {name: vars(value)[name] for name in _LOGGED if name in vars(value)}
         for key, value in results.items()
-        if key.startswith(_PER_ATTEMPT)
+        if key.startswith(prefixes)
     }
 
 
-def restore_logged(trainer: Trainer, state: Logged, *, only_non_finite: bool = False) -> None:
+def logged_values(trainer: Trainer, before: Logged, *, evaluates: bool) -> list[torch.Tensor]:
+    """Return the values that were logged since :func:`logged_state`, of tensors and of torchmetrics."""
+    results, prefixes = _logged(trainer, evaluates=evaluates)
+    values = []
+    for key, value in results.items():
+        if key.startswith(prefixes) and vars(value).get("_update_count") != before.get(key, {}).get("_update_count"):
+            cached = value.value if value.is_tensor else value._forward_cache
+            values += [cached] if isinstance(cached, torch.Tensor) else []
+    return values
+
+
+def restore_logged(trainer: Trainer, state: Logged, *, only_non_finite: bool = False, evaluates: bool = False) -> None:
     """Put back what ``self.log`` had collected; what was logged for the first time since vanishes."""
-    results: Any = trainer.fit_loop.epoch_loop._results
-    for key in [key for key in results if key.startswith(_PER_ATTEMPT)]:
+    results, prefixes = _logged(trainer, evaluates=evaluates)
+    for key in [key for key in results if key.startswith(prefixes)]:
         if only_non_finite and (not results[key].is_tensor or bool(results[key].value.isfinite().all())):
             continue
         if key in state:
@@ -206,6 +280,12 @@ def announce_batch(trainer: Trainer, batch: Any) -> None:
     """Have ``self.log`` weigh its values by the size of ``batch``."""
     results: Any = trainer._results
     results.batch, results.batch_size = batch, None
+
+
+def control_flow(pl: ModuleType) -> tuple[type[Exception], ...]:
+    """Return the errors that Lightning ends a run with on purpose, or that tell of a misuse."""
+    module = pl.utilities.exceptions
+    return (module.MisconfigurationException, module._TunerExitException, module.SIGTERMException)
 
 
 # Tuner ----------------------------------------------------------------------------------------------------------------

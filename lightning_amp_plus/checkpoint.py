@@ -18,11 +18,14 @@ def state_of(engine: StepEngine) -> dict[str, Any]:
         **engine.loss_scaler.state_dict(),
         "precision": engine.precision,
         "configured_precision": engine.configured_precision,
-        "kept_modules": [],
+        "kept_modules": list(engine.kept.found),
+        "fallback": engine.fallback.state_dict(),
         "counters": {
             "applied_steps": counters.applied_steps,
             "skipped_steps": counters.skipped_steps,
             "retried_attempts": counters.retried_attempts,
+            "rescued_steps": counters.rescued_steps,
+            "rescued_evaluations": counters.rescued_evaluations,
             "recent": counters.recent,
             "skipped_in_a_row": dict(engine.skips.in_a_row),
         },
@@ -64,8 +67,13 @@ def load_state(
     if not only_precision and (usable or (precision == "16-mixed" and "scale" in state)):
         engine.loss_scaler.load_state_dict(state)  # first, since it may refuse
     engine.precision = precision
+    engine.keep(state.get("kept_modules", ()) if keeps_fallback else ())
     if only_precision:
         return
+    fallback = state.get("fallback", {})
+    if not keeps_fallback:
+        fallback = {key: fallback[key] for key in ("is_suspect", "located") if key in fallback}
+    engine.fallback.load_state_dict(fallback)
     engine.last_step = None
     counters = dict(state.get("counters", {}))
     engine.skips.in_a_row = dict(counters.pop("skipped_in_a_row", {}))

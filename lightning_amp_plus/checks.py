@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ Agree = Callable[[Tensor], Tensor]
 """Reduces a small float32 tensor over all ranks by its maximum."""
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What is looked at along with the gradients as they are.
 
     Attributes:
@@ -29,6 +28,7 @@ class Evidence:
         loss_counts: Whether an inf or NaN in the loss alone is an overflow.
         backward: A scalar that is finite if the gradients were as backward left them; ``None`` if that is not known.
         backward_counts: Whether an inf or NaN that was there alone, and was replaced since, is an overflow.
+        has_raised: Whether the window has raised on this rank, and was run again in a wider precision.
 
     """
 
@@ -36,22 +36,24 @@ class Evidence:
     loss_counts: bool
     backward: Tensor | None
     backward_counts: bool
+    has_raised: bool = False
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What was read.
 
     Attributes:
         value: The number that stands for the gradients.
         non_finite: What is not finite, on any rank.
         again: Whether any rank is going to look again.
+        has_raised: Whether the window has raised on any rank.
 
     """
 
     value: float
     non_finite: Place | None
     again: bool
+    has_raised: bool = False
 
 
 def read(gradients: Tensor, evidence: Evidence, agree: Agree | None = None, *, again: bool = False) -> Finding:
@@ -70,21 +72,23 @@ def read(gradients: Tensor, evidence: Evidence, agree: Agree | None = None, *, a
         bad_gradients, bad_others = not math.isfinite(value), [not math.isfinite(other) for other in others]
         bad_loss = evidence.loss is not None and bad_others[0]
         bad_backward = evidence.backward is not None and bad_others[-1]
+        has_raised = evidence.has_raised
     else:
         zero = torch.zeros_like(gradients)  # all ranks exchange as many flags
         numbers = _stack(
             [zero if scalar is None else scalar for scalar in (gradients, evidence.loss, evidence.backward)]
         )
         flags = (~numbers.isfinite()).float()
-        flags = agree(torch.cat([flags, torch.full_like(flags[:1], again)]))
+        known = [torch.full_like(flags[:1], value) for value in (again, evidence.has_raised)]
+        flags = agree(torch.cat([flags, *known]))
         value, _, _, *flags_read = torch.cat([numbers, flags.to(numbers)]).tolist()
-        bad_gradients, bad_loss, bad_backward, again = map(bool, flags_read)
+        bad_gradients, bad_loss, bad_backward, again, has_raised = map(bool, flags_read)
 
     place: Place | None = None
     if bad_gradients or (bad_loss and evidence.loss_counts) or (bad_backward and evidence.backward_counts):
         spoilt_since = evidence.backward is not None and not bad_backward
         place = "loss" if bad_loss else "hook" if spoilt_since else "gradients"
-    return Finding(value, place, again)
+    return Finding(value, place, again, has_raised)
 
 
 def _stack(scalars: list[Tensor]) -> Tensor:

@@ -4,49 +4,51 @@
     check loss and gradients                # one pass, one host read; all ranks agree
     while the gradients are not finite, the loss is, and a lower scale is left to try:
         clear the gradients; roll back; run the window again at the lower scale; check
+    still not finite, and there are wider precisions:
+        run the window again in the widest; there it is finite, or nothing helps     # see ``proof.py``
     finite:      hooks; clip; optimizer.step(); the scale grows when due
-    not finite:  clear the gradients; roll back; report; ask the policy
+    not finite:  clear the gradients; roll back; report; count
 
-User code and the optimizer see gradients that are multiplied by 1: ``held.py`` keeps the books, and ``finish.py`` takes
-the gradients from the last backward to the optimizer.
+What is tried is in ``recovery.py``, what follows in ``aftermath.py``.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_amp_plus import gradients, optimizers
-from lightning_amp_plus.checks import Agree, Evidence
-from lightning_amp_plus.finish import Clipping, Verdict, finish
+from lightning_amp_plus import optimizers
+from lightning_amp_plus.aftermath import after_proof, after_skip
+from lightning_amp_plus.checks import Agree
+from lightning_amp_plus.diagnosis import Diagnosis, non_finite_state, of_parameters
+from lightning_amp_plus.fallback import Fallback
+from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
-from lightning_amp_plus.held import HeldGradients, Pending, has_gradients
-from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, LossScale, scale_loss
+from lightning_amp_plus.held import has_gradients
+from lightning_amp_plus.kept import KeptModules, parts_of
+from lightning_amp_plus.locate import Fault, Locator
+from lightning_amp_plus.loss_scale import LossScale
+from lightning_amp_plus.passes import BackwardPasses, Request
+from lightning_amp_plus.proof import Attempt, Proof
+from lightning_amp_plus.recovery import try_again
 from lightning_amp_plus.report import Outcome, Precision, StepCounters, StepReport, is_wider
-from lightning_amp_plus.skips import Notify, Skips
+from lightning_amp_plus.skips import NonFiniteStepError, Notify, Skips
+from lightning_amp_plus.tries import Window, is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
 
-class Window(Protocol):
-    """The micro-batches whose gradients a step sums, as the engine sees them."""
-
-    def obstacle(self) -> str | None:
-        """Return why :meth:`run_again` would not do what the first attempt did, as a clause; ``None`` if it would."""
-
-    def run_again(self) -> Any:
-        """Roll back and run all micro-batches again, through :meth:`StepEngine.backward`; return what the last does."""
-
-    def rollback(self) -> None:
-        """Put back what the attempts have changed, but for gradients."""
+def _no_checkpoint() -> None:
+    """There is none."""
 
 
 def _notify(level: int, text: str) -> None:
@@ -67,6 +69,12 @@ class StepEngine:
         retries: How often a step whose gradients overflow is run again at lower loss scales; 0 skips it at once.
         agree: Reduces a small float32 tensor over all ranks by its maximum; ``None`` on one process.
         notify: Called with a ``logging`` level and a line of text, at most once per kind of incident.
+        keep_fp32: Patterns of the names of modules that compute in float32 in every precision.
+
+    Attributes:
+        fallback: When the run goes on in a wider precision, and in which.
+        exempt: Kinds of errors that end a run on purpose, and are never put to the proof.
+        checkpoint: Returns what a broken model can be restored from, if there is something.
 
     """
 
@@ -78,13 +86,30 @@ class StepEngine:
         retries: int = 5,
         agree: Agree | None = None,
         notify: Notify = _notify,
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         self.configured_precision = precision
         self.loss_scaler = DynamicLossScaler(loss_scale)
+        self.passes = BackwardPasses(self.loss_scaler)
         self.skips = Skips(max_skipped, notify)
+        self.kept = KeptModules(keep_fp32)
+        self.fallback = Fallback(self.skips)
+        self.module: Module | None = None
+        self.known: tuple[str, ...] | None = None
+        self.exempt: tuple[type[Exception], ...] = ()
+        self.checkpoint: Callable[[], str | None] = _no_checkpoint
         self.retries = retries
         self.agree = agree
         self.restart()
+
+    @property
+    def agree(self) -> Agree | None:
+        """Reduces a small float32 tensor over all ranks by its maximum; ``None`` on one process."""
+        return self.passes.agree
+
+    @agree.setter
+    def agree(self, agree: Agree | None) -> None:
+        self.passes.agree = agree
 
     def configure(self, precision: Precision) -> None:
         """Compute in ``precision`` after every :meth:`restart`, and now, unless the run has moved to a wider one."""
@@ -95,12 +120,13 @@ class StepEngine:
 
     @property
     def precision(self) -> Precision:
-        """What the steps are computed in now."""
+        """What the run computes in now."""
         return self._precision
 
     @precision.setter
     def precision(self, precision: Precision) -> None:
         self._precision = precision
+        self.attempt_precision = precision
         self.loss_scaler.set_enabled(precision == "16-mixed")
         self.scaler: DynamicLossScaler | None = self.loss_scaler if precision == "16-mixed" else None
 
@@ -111,46 +137,114 @@ class StepEngine:
         self.counters = StepCounters()
         self.last_step: StepReport | None = None
         self.skips.restart()
+        self.kept.find(())
+        self.fallback.restart()
         self._norm_requested = False
-        self._held = HeldGradients()
         self.release()
 
     def release(self) -> None:
         """Leave true gradients behind, also where a window was not finished, and hold no tensor."""
-        self._held.undo()
-        self._held.pending.clear()
-        self._loss: Tensor | None = None  # finite if all losses since the last step are
-        self._loss_is_old = False
-        self.skips.wider = None
-        self._blamed = False  # whether an overflow of the last backward is recorded: once is enough
+        self.passes.release()
+        self.fallback.next_precision = None
+        self.attempt_precision = self.precision
         self.iteration: list[Outcome] = []  # of the steps since the last iteration ended
         self._iteration_is_clean: bool | None = None  # None: no step yet whose gradients were scaled
-        self._others: list[tuple[Tensor, Tensor | None]] = []  # and their gradients before the step
-        self._began_fresh = True  # whether the optimizers had no gradients before the step
-        self._retry_scale: float | None = None
-        self._anomaly: RuntimeError | None = None
+        self.raised: Diagnosis | None = None  # of what the window has raised in the run's precision
+        self.tried_lower = False  # whether the step was run at lower scales
+        self.locator: Locator | None = None  # what looks on
 
     def request_grad_norm(self) -> None:
         """Have the steps until :meth:`end_iteration` measure ``last_step.grad_norm``; on every rank, or on none."""
         self._norm_requested = True
 
+    def watch(self, module: Module, device_type: str) -> None:
+        """Take up a run of ``module``, whose kept modules compute in float32 from now on, until :meth:`unwatch`."""
+        self.module = module
+        self.known = None
+        self._tell_missing(self.kept.attach(module, device_type))
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Keep exactly these modules in float32, besides those that were asked for."""
+        self._tell_missing(self.kept.find(names))
+
+    def _tell_missing(self, names: Sequence[str]) -> None:
+        if names:
+            text = f"Not there is what was found to need float32, and is left out: {', '.join(names)}."
+            self.skips.notify(logging.WARNING, text)
+
+    def unwatch(self) -> None:
+        """Leave nothing on the module."""
+        self.kept.detach()
+        self.module, self.known, self.checkpoint = None, None, _no_checkpoint
+
+    def note_known(self) -> None:
+        """Take note of the buffers, and frozen parameters, that hold inf or NaN when a fit begins: they are meant."""
+        if self.known is None and self.module is not None:
+            trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+            self.known = tuple(non_finite_state(self.module, trained))
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_a_run = {"module": None, "known": None, "locator": None, "checkpoint": _no_checkpoint}
+        return {**self.__dict__, **of_a_run}
+
+    # What may be tried ------------------------------------------------------------------------------------------------
+
     @property
-    def can_retry(self) -> bool:
-        """Whether a step whose gradients overflow is run again at lower scales, if its window allows it."""
-        return self.scaler is not None and self.retries > 0
+    def rungs(self) -> tuple[Precision, ...]:
+        """The wider precisions that steps may be tried in, from narrow to wide; none without rules."""
+        return self.fallback.rungs(self.precision)
+
+    @property
+    def wants_batches(self) -> bool:
+        """Whether windows may be run again, for which their batches are to be kept."""
+        if self.scaler is not None and self.retries > 0:
+            return True
+        return bool(self.rungs) or self.fallback.on_trial is not None or self.skips.is_near_last
+
+    @property
+    def wants_instruments(self) -> bool:
+        """Whether the next window is to be looked on at, because the last one failed and cannot be run again."""
+        return self.fallback.is_suspect and (bool(self.rungs) or self.skips.is_near_last)
+
+    def can_run_again(self, window: Window) -> bool:
+        """Tell whether all ranks can run a window again, and the first time that one cannot, say why."""
+        fresh = self.passes.began_fresh
+        why = window.obstacle() if fresh else "the optimizer had gradients before its first micro-batch"
+        if not self.on_any_rank(why is not None):
+            return True
+        self.skips.say(
+            "again",
+            logging.WARNING,
+            f"A step whose gradients overflowed cannot be run again: {why or 'another rank cannot'}. Such steps are"
+            " skipped and lower the loss scale; retries=0 does so from the start, without this warning.",
+        )
+        return False
+
+    def on_any_rank(self, true: bool) -> bool:
+        """Tell whether something is true on any rank."""
+        return true if self.agree is None else self.agree(torch.tensor([float(true)])).item() > 0
+
+    def can_be_cured(self, scale: float) -> bool:
+        """Tell whether a lower scale or a wider precision may help gradients that were made at ``scale``."""
+        return self.may_lower(scale) or not self.loss_scaler.loss_scale.dynamic or bool(self.rungs)
+
+    def passes_through(self, error: Exception) -> bool:
+        """Tell whether an error is never put to the proof: memory, and what ends a fit on purpose."""
+        return is_out_of_memory(error) or isinstance(error, (NonFiniteStepError, StopIteration, *self.exempt))
+
+    def diagnose_state(self) -> Diagnosis | None:
+        """Look for parameters and buffers that are not finite, on all ranks; ``None`` if there are none."""
+        names = [] if self.module is None else non_finite_state(self.module, self.known or ())
+        if not self.on_any_rank(bool(names)):
+            return None
+        return of_parameters(names or ["on another rank"], self.checkpoint())
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def backward(
-        self,
-        loss: Tensor,
-        among: Sequence[Optimizer],
-        *,
-        keep_true: bool,
-        others: Sequence[Tensor] = (),
-    ) -> Generator[Tensor, None, None]:
-        """Yield what to call ``backward`` on.
+        self, loss: Tensor, among: Sequence[Optimizer], *, keep_true: bool, others: Sequence[Tensor] = ()
+    ) -> AbstractContextManager[Tensor]:
+        """Return the context that yields what to call ``backward`` on.
 
         Args:
             loss: The loss, of any floating dtype.
@@ -160,47 +254,7 @@ class StepEngine:
             others: Parameters of no optimizer whose gradients are to be kept true as well.
 
         """
-        fresh = [not has_gradients(optimizer) for optimizer in among]
-        is_first = self._loss is None or self._loss_is_old
-        if is_first and self._retry_scale is None:
-            self._began_fresh = all(fresh)
-            self._others = [(other, None if other.grad is None else other.grad.clone()) for other in others]
-        self._remember(loss.detach(), alone=all(fresh))
-        if self.scaler is None:
-            yield loss
-            return
-        self.scaler.begin_backward(loss)
-        scale = self.scaler.get_scale() if self._retry_scale is None else self._retry_scale
-        if loss.dtype is torch.float16:
-            scale = min(scale, FLOAT16_LOSS_MAX_SCALE)
-        self._held.begin(scale, among, others, fresh=fresh, keep_true=keep_true)
-        self._blamed = False
-        try:
-            yield scale_loss(loss, scale)
-        except BaseException as error:
-            self._held.undo()
-            if not self._is_anomaly(error):
-                raise
-            return
-        if keep_true:
-            self._held.settle()
-
-    def _is_anomaly(self, error: BaseException) -> bool:
-        """Take the error of torch's anomaly mode for the overflow that a lower scale may cure; on one process only."""
-        if not isinstance(error, RuntimeError) or "returned nan values in its" not in str(error):
-            return False
-        if not torch.is_anomaly_enabled() or self.agree is not None:
-            return False
-        self._anomaly = error
-        return True
-
-    def _remember(self, loss: Tensor, *, alone: bool) -> None:
-        loss = gradients.whole(loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss)
-        loss = loss.sum() if loss.ndim else loss
-        if self._loss is not None and not (alone or self._loss_is_old):
-            loss = self._loss * 0 + loss.to(self._loss.device)
-        self._loss = loss
-        self._loss_is_old = False
+        return self.passes.backward(loss, among, keep_true=keep_true, others=others)
 
     # Step -------------------------------------------------------------------------------------------------------------
 
@@ -237,7 +291,8 @@ class StepEngine:
             What ``optimizer.step`` returned or, for a skipped step, what ``closure`` returned.
 
         Raises:
-            NonFiniteStepError: After ``max_skipped`` skipped steps in a row. State and weights are as they were.
+            NonFiniteStepError: After ``max_skipped`` skipped steps in a row, or as soon as parameters are not finite.
+                State and weights are as they were.
             RuntimeError: If the optimizer needs to call its closure again and the precision is float16.
 
         """
@@ -245,102 +300,55 @@ class StepEngine:
         if use == "required" and self.scaler is not None:
             raise optimizers.refusal(optimizer)
         output = closure()
-        check = partial(self._check, optimizer, index, automatic, hooks, clipping)
-        verdict, made_at = check()
-        attempts, failed_at = 1, None
-        if window is not None:
-            for scale in self._scales_to_retry(verdict, made_at, window):
-                attempts, failed_at = attempts + 1, made_at
-                output = self._run_again(optimizer, window, scale)
-                verdict, made_at = check()
-                if verdict.non_finite != "gradients":
-                    break
-        if verdict.non_finite is None:
+        request = Request(optimizer, index, automatic, hooks, clipping, self._norm_requested)
+        attempt, proof = self.check(request, output), None
+        self.tried_lower = False
+        if window is not None and not attempt.is_clean:
+            attempt, proof = try_again(self, request, window, attempt, trial=trial)
+        final = attempt if proof is None else proof.attempt
+        if is_applied := final is not None and final.is_finite:
+            attempt = final or attempt
+            output = attempt.output
             if use != "none":
                 again = partial(self._evaluate_again, optimizer, rerun or closure)
                 kwargs["closure"] = optimizers.replay(optimizer, output, again)
-            result = optimizers.apply(optimizer, verdict.divisor, kwargs)
+            result = optimizers.apply(optimizer, attempt.verdict.divisor, kwargs)
             output = output if result is None else result
         elif automatic:
-            self._clear(optimizer)
+            self.passes.clear(optimizer)
             if window is not None:
                 window.rollback()
-        self._held.stepped()
-        report = self._conclude(index, verdict, made_at, attempts, counts=has_gradients(optimizer))
+        self.passes.stepped()
+        report = self._conclude(request, attempt, proof, is_applied=is_applied)
         try:
             if report.outcome == "skipped":
-                self._answer_skip(report, made_at, trial=trial)
-            elif failed_at is not None and made_at is not None:
-                self._note_cure(report, failed_at, made_at)
+                after_skip(self, report, attempt.made_at, trial=trial)
+            elif proof is not None:
+                after_proof(self, report, proof)
+            elif automatic:
+                self.fallback.note_clean(self.precision, self.configured_precision)
         finally:
-            self._anomaly = None
+            self.passes.anomaly = self.raised = None
+            self.attempt_precision = self.precision
             if automatic:
                 self.end_iteration()
         return output
 
-    def _check(
-        self,
-        optimizer: Optimizer,
-        index: int,
-        automatic: bool,
-        hooks: Callable[[], None] | None,
-        clipping: Clipping | None,
-    ) -> tuple[Verdict, float | None]:
-        """Check what the last backward has completed, and return the scale that it was made with too."""
-        pending = self._held.pending.pop(index, None)
-        made_at = None if pending is None else pending.scale
-        self.loss_scaler.begin_step(optimizer, counted=made_at is not None)
-        if self._anomaly is not None:
-            return Verdict("gradients"), made_at
-        evidence = self._evidence(pending, automatic)
-        verdict = finish(optimizer, self._held, evidence, self.agree, hooks, clipping, wants_norm=self._norm_requested)
-        return verdict, made_at
-
     def end_iteration(self) -> None:
-        """Let the scale grow when due, if all steps of the iteration were applied; move on to a wider precision."""
+        """Let the scale grow when due, if all steps of the iteration were applied; move on to another precision."""
         if self._iteration_is_clean and self.scaler is not None:
             self.scaler.record(overflow=False)
+        if self.iteration and "skipped" not in self.iteration:
+            goes_on = any(self.skips.in_a_row.values()) or bool(self.fallback.located)  # of an optimizer at rest
+            self.fallback.is_suspect = self.fallback.is_suspect and goes_on
         self._iteration_is_clean = None
         self._norm_requested = False
         self.iteration.clear()
-        if self.skips.wider is not None:
-            self.precision = self.skips.wider
-            self.skips.moved()
-            self._held.pending.clear()  # what is known of gradients that were made in the narrow one
-
-    # Again ------------------------------------------------------------------------------------------------------------
-
-    def _scales_to_retry(self, verdict: Verdict, made_at: float | None, window: Window) -> list[float]:
-        if not self.can_retry or made_at is None or verdict.non_finite != "gradients":
-            return []
-        why = window.obstacle() if self._began_fresh else "the optimizer had gradients before its first micro-batch"
-        if self._on_all_ranks(why is None):
-            return self.loss_scaler.retry_scales(made_at, self.retries)
-        self.skips.say(
-            "again",
-            logging.WARNING,
-            f"A step whose gradients overflowed cannot be run again: {why or 'another rank cannot'}. Such steps are"
-            " skipped and lower the loss scale; retries=0 does so from the start, without this warning.",
-        )
-        return []
-
-    def _on_all_ranks(self, true: bool) -> bool:
-        return true if self.agree is None else self.agree(torch.tensor([0.0 if true else 1.0])).item() == 0
-
-    def _run_again(self, optimizer: Optimizer, window: Window, scale: float) -> Any:
-        self._clear(optimizer)  # first: one attempt at a time is what fits into memory
-        self._loss, self._anomaly, self._retry_scale = None, None, scale
-        try:
-            return window.run_again()
-        finally:
-            self._retry_scale = None
-
-    def _clear(self, optimizer: Optimizer) -> None:
-        self._held.stepped()
-        for parameter in gradients.parameters_of(optimizer):
-            parameter.grad = None
-        for other, gradient in self._others:  # which may have come from earlier steps
-            other.grad = None if gradient is None else gradient.clone()
+        if self.fallback.next_precision is not None:
+            self.precision, self.fallback.next_precision = self.fallback.next_precision, None
+            self.skips.in_a_row.clear()
+            self.fallback.located.clear()
+            self.passes.forget_pending()
 
     def _evaluate_again(self, optimizer: Optimizer, rerun: Callable[[], Any]) -> Any:
         if self.scaler is not None:
@@ -353,89 +361,58 @@ class StepEngine:
         )
         return rerun()
 
-    def _evidence(self, pending: Pending | None, automatic: bool) -> Evidence:
-        # A hook or a clipping may have replaced an inf that backward left. It is an overflow all the same, as long as a
-        # lower scale or a wider precision may help; else the gradients are what the user made of them, as in fp32.
-        return Evidence(
-            loss=None if automatic and self._loss_is_old else self._loss,
-            loss_counts=automatic,
-            backward=None if pending is None else pending.evidence,
-            backward_counts=pending is not None and self._can_be_cured(pending.scale),
-        )
-
     # Outcome ----------------------------------------------------------------------------------------------------------
 
-    def _conclude(
-        self, index: int, verdict: Verdict, made_at: float | None, attempts: int, *, counts: bool
-    ) -> StepReport:
-        outcome: Outcome = "applied" if verdict.non_finite is None else "skipped"
+    def check(self, request: Request, output: Any) -> Attempt:
+        """Check what the last run of the window has left."""
+        verdict, made_at = self.passes.check(request, self.can_be_cured)
+        return Attempt(output, verdict, made_at, self.attempt_precision)
+
+    def _conclude(self, request: Request, attempt: Attempt, proof: Proof | None, *, is_applied: bool) -> StepReport:
+        """Report and count a step, from its last attempt and what was tried before that."""
+        outcome: Outcome = "applied" if is_applied else "skipped"
+        attempts = 1 if proof is None else proof.attempts
+        rescued = proof is not None and proof.rescued
         self.last_step = report = StepReport(
-            step=self.counters.applied_steps + self.counters.skipped_steps,
-            optimizer=index,
-            precision=self.precision,
-            scale=1.0 if made_at is None else made_at,
+            step=self.counters.steps,
+            optimizer=request.index,
+            precision=attempt.precision,
+            scale=1.0 if attempt.made_at is None else attempt.made_at,
             attempts=attempts,
             outcome=outcome,
-            non_finite=verdict.non_finite,
-            grad_norm=verdict.norm,
-            clipped=verdict.clipped,
+            non_finite=attempt.verdict.non_finite,
+            grad_norm=attempt.verdict.norm,
+            clipped=attempt.verdict.clipped,
+            rescued=rescued,
+            diagnosis=None if proof is None else proof.diagnosis,
         )
-        self.counters = self.counters.after(outcome, attempts)
-        self._loss_is_old = True
+        self.counters = self.counters.after(outcome, attempts, rescued=rescued)
         self.iteration.append(outcome)
-        if outcome == "skipped" or attempts > 1:
+        if not is_applied or attempts > 1:
             self._iteration_is_clean = False
-        if outcome == "skipped":
+        if not is_applied:
             return report
-        if counts:  # a step without gradients shows nothing
-            self.skips.in_a_row[index] = 0
-        if self._iteration_is_clean is None and made_at is not None:
+        if has_gradients(request.optimizer):  # a step without gradients shows nothing
+            self.skips.in_a_row[request.index] = 0
+            self.fallback.located.pop(request.index, None)
+        if self._iteration_is_clean is None and attempt.made_at is not None:
             self._iteration_is_clean = True
         return report
 
-    def _note_cure(self, report: StepReport, failed_at: float, worked_at: float) -> None:
-        self.loss_scaler.record_cure(failed=failed_at, worked=worked_at)
-        text = f"Optimizer step {report.step}: the gradients overflowed at loss scale {failed_at:g}; the step was run"
-        text += f" again and applied at {worked_at:g}."
-        if self.loss_scaler.loss_scale.dynamic:
-            self.skips.say("scale", logging.INFO, f"{text} This is how the scale is found.")
-        else:
-            self.skips.say("scale", logging.WARNING, f"{text} LossScale(dynamic=False) keeps the scale where it is.")
+    def agreed(self, fault: Fault | None) -> Fault | None:
+        """Return a fault in the same module on all ranks, although only one may have seen it."""
+        if self.agree is None or self.module is None:
+            return fault
+        names = list(parts_of(self.module))
+        mine = -1 if fault is None or fault.module not in names else names.index(fault.module)
+        found = int(self.agree(torch.tensor([float(mine if fault is None else mine + 1)])).item())
+        if found < 0:
+            return None
+        if fault is not None and found in (0, mine + 1):
+            return fault
+        return Fault("forward" if fault is None else fault.phase, names[found - 1] if found > 0 else None)
 
-    def _answer_skip(self, report: StepReport, made_at: float | None, *, trial: bool) -> None:
-        """Lower the scale if it may be to blame and was not tried; otherwise ask what follows."""
-        untried = report.non_finite == "gradients" and report.attempts == 1
-        if untried and made_at is not None and self._lower_scale(made_at):
-            self.skips.say(
-                "scale",
-                logging.INFO,
-                f"Optimizer step {report.step}: the gradients overflowed at loss scale {made_at:g} and the step was"
-                f" skipped; the next one is made at {self.loss_scaler.get_scale():g}. This is how the scale is found.",
-            )
-            return
-        if self._anomaly is not None:
-            raise self._anomaly
-        if trial:
-            self.skips.note_trial(report)
-        elif self.skips.wider is None:
-            self.skips.answer(report, self._why_not_lower(report))
-
-    def _why_not_lower(self, report: StepReport) -> str:
-        if self.scaler is None or self.scaler.loss_scale.dynamic or report.attempts > 1:
-            return "no lower loss scale can help"
-        return "LossScale(dynamic=False) keeps the loss scale (a lower init_scale, or dynamic=True, may help)"
-
-    def _lower_scale(self, made_at: float) -> bool:
-        """Lower the scale, once for all gradients that were made with it; tell whether a lower one is to be tried."""
-        if made_at <= self.loss_scaler.state.scale and not self._blamed:
-            self.loss_scaler.record(overflow=True, at=made_at)
-            self._blamed = True
-        return self._may_help(made_at)
-
-    def _may_help(self, scale: float) -> bool:
+    def may_lower(self, scale: float | None) -> bool:
         """Tell whether a scale below ``scale`` can be had."""
         rules = self.loss_scaler.loss_scale
-        return rules.dynamic and scale > rules.min_scale
-
-    def _can_be_cured(self, scale: float) -> bool:
-        return self._may_help(scale) or not self.loss_scaler.loss_scale.dynamic or self.skips.policy is not None
+        return scale is not None and rules.dynamic and scale > rules.min_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ class Clipping:
             raise ValueError(f"Clipping(threshold={self.threshold!r}): it must be above 0.")
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the check of a step found, and what is left to do to its gradients."""
 
     non_finite: Place | None = None
     norm: float | None = None
     clipped: bool | None = None
     divisor: float = 1.0  # what the kernel of a fused optimizer is still to divide by
+    has_raised: bool = False  # whether the window has raised on any rank
 
 
 def finish(
@@ -71,7 +71,7 @@ def finish(
         grads, held, evidence, agree, by_norm=wants_norm or in_kernel or max_norm is not None, again=hooks is not None
     )
     if found.non_finite is not None:
-        return Verdict(found.non_finite)
+        return Verdict(found.non_finite, has_raised=found.has_raised)
     shown_norm = found.value
     if found.again:
         if held.scale != 1:
@@ -81,7 +81,7 @@ def finish(
         grads = gradients.collect(gradients.parameters_of(optimizer))
         found = _check(grads, held, evidence, agree, by_norm=True)
         if found.non_finite is not None:
-            return Verdict("hook")
+            return Verdict("hook", has_raised=found.has_raised)
 
     clipped, factor = None, 1 / held.scale
     if max_norm is not None:
@@ -94,7 +94,8 @@ def finish(
     if max_value is not None:
         gradients.clip_value_(grads, max_value)
     norm = shown_norm if wants_norm or clipping is None else found.value
-    return Verdict(None, None if math.isnan(norm) else norm, clipped, 1 / factor if in_kernel else 1.0)
+    divisor = 1 / factor if in_kernel else 1.0
+    return Verdict(None, None if math.isnan(norm) else norm, clipped, divisor, found.has_raised)
 
 
 def _check(
@@ -118,7 +119,7 @@ def _check(
     if found.non_finite is not None and (by_norm or agree is not None):
         found = read(_unscale(grads, held), evidence, agree, again=again)
         norm = float(gradients.total_norm(grads, torch.float64)) if found.non_finite is None else math.nan
-    return Finding(norm, found.non_finite, found.again)
+    return Finding(norm, found.non_finite, found.again, found.has_raised)
 
 
 def _unscale(grads: list[Tensor], held: HeldGradients) -> Tensor:

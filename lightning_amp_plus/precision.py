@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning, gradients
+from lightning_amp_plus.diagnosis import DTYPES
 from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.evaluation import EvaluationRescue
 from lightning_amp_plus.finish import Clipping
 from lightning_amp_plus.hardware import select_common_precision
 from lightning_amp_plus.hooks import UserHooks
@@ -28,8 +30,6 @@ from lightning_amp_plus.window import TrainingWindow
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 
 class AdaptiveMixedPrecisionMixin(StatefulPrecision):
@@ -51,6 +51,8 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             once. Its batches are kept for that.
         exclude_buffers: Patterns (of ``fnmatch``) of the names of buffers that a skipped step does not put back, such
             as ``"*queue"`` for a large one.
+        keep_fp32: Patterns (of ``fnmatch``) of the names of modules that compute in float32, such as ``"*.wo"``:
+            inside of them autocast is off, and their inputs are cast up.
 
     Attributes:
         scaler: The :class:`DynamicLossScaler` of a run that was started in ``"16-mixed"``, else ``None``.
@@ -77,6 +79,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         max_skipped: int = 10,
         retries: int = 5,
         exclude_buffers: Sequence[str] = (),
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         if precision not in ("auto", *PRECISIONS):
             raise ValueError(
@@ -88,11 +91,11 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             )
         if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
             raise ValueError(f"AdaptiveMixedPrecision(retries={retries!r}): it must be an integer of at least 0.")
-        if isinstance(exclude_buffers, str) or not all(isinstance(pattern, str) for pattern in exclude_buffers):
-            raise ValueError(
-                f"AdaptiveMixedPrecision(exclude_buffers={exclude_buffers!r}): it must be a list of patterns, such as"
-                " ['*queue']."
-            )
+        for name, patterns in (("exclude_buffers", exclude_buffers), ("keep_fp32", keep_fp32)):
+            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise ValueError(
+                    f"AdaptiveMixedPrecision({name}={patterns!r}): it must be a list of patterns, such as ['*queue']."
+                )
         if loss_scale is not None and not isinstance(loss_scale, LossScale):
             raise TypeError(
                 f"AdaptiveMixedPrecision(loss_scale={loss_scale!r}): it must be a LossScale, such as"
@@ -101,13 +104,19 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         # Not MixedPrecision.__init__: it refuses "auto" and "32-true" and makes a scaler that asks for CUDA.
         self.device = "cpu"  # until the strategy's is known
         engine = StepEngine(
-            "32-true" if precision == "auto" else precision, loss_scale, max_skipped, retries, notify=notify
+            "32-true" if precision == "auto" else precision,
+            loss_scale,
+            max_skipped,
+            retries,
+            notify=notify,
+            keep_fp32=keep_fp32,
         )
         StatefulPrecision.__init__(self, engine, asked_for=precision)
         self._told: Precision | None = None  # what other callbacks were told that the run computes in
         self._exclude_buffers = tuple(exclude_buffers)
         self._others: list[Tensor] = []
         self._hooks: UserHooks | None = None  # during a run
+        self._evaluation: EvaluationRescue | None = None
 
     def __repr__(self) -> str:
         # The Trainer prints it when it refuses a plugin of the other namespace.
@@ -133,11 +142,14 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             self.device = device.type
             self._engine.agree = partial(_largest_of_all_ranks, device) if trainer.world_size > 1 else None
             self._choose_precision(device)
+            self._engine.exempt = _lightning.control_flow(self._pl)
+            self._engine.checkpoint = partial(_last_checkpoint, trainer)
+            self._engine.watch(module, device.type)
+            if self.rules is not None:
+                self._evaluation = EvaluationRescue(trainer, self._engine)
             self._hooks = UserHooks(self._pl, trainer)
             if trainer.state.fn == "fit":
-                self._window = TrainingWindow(
-                    self._pl, trainer, can_retry=lambda: self._engine.can_retry, exclude=self._exclude_buffers
-                )
+                self._window = TrainingWindow(self._pl, trainer, self._engine, exclude=self._exclude_buffers)
                 if not _lightning.is_tuning(trainer):
                     self._begin_anew()
             self._tell_precision(trainer)
@@ -145,9 +157,14 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
 
     def _choose_precision(self, device: torch.device) -> None:
         agree = self._engine.agree
-        if self._asked_for in ("16-mixed", "32-true") or (agree is None and str(device) == self._chosen_for):
+        rules, is_told = self.rules, self._asked_for in ("16-mixed", "32-true")
+        if rules is None and (is_told or (agree is None and str(device) == self._chosen_for)):
             return  # with several ranks never because of what one of them remembers: the choice is a collective
         choice = select_common_precision(device, agree)
+        if rules is not None:
+            self.rules = rules.on(device.type, choice)
+        if is_told:
+            return
         had_chosen, self._chosen_for = self._chosen_for is not None, str(device)
         if self._asked_for == "auto":
             if had_chosen and choice.precision == self._engine.configured_precision:
@@ -164,7 +181,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
     def _tell_precision(self, trainer: Trainer) -> None:
         if self._told != self._engine.precision:
             self._told = self._engine.precision
-            _lightning.set_compute_dtype(self._pl, trainer, _DTYPES[self._told])
+            _lightning.set_compute_dtype(self._pl, trainer, DTYPES[self._told])
 
     def _hooks_of(self, module: LightningModule) -> UserHooks:
         if self._hooks is None:
@@ -185,9 +202,13 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         if self._window is not None:
             self._window.end()
             self._window = None
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
         self._engine.release()
+        self._engine.unwatch()
         self._engine.agree = None
-        self.policy = None  # of a callback, which Lightning does not tear down after an error
+        self.rules = None  # of a callback, which Lightning does not tear down after an error
         self._others = []
         self._hooks = None
         self._told = None
@@ -200,12 +221,13 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
     def autocast_context_manager(self) -> torch.autocast:
         """Return the autocast of a mixed precision: float16 for ``"16-mixed"``, else bfloat16."""
         # Without the weight cache: it keeps a cast made under no_grad for the forward with grad. Lightning 2.5 has it.
-        dtype = torch.float16 if self._engine.precision == "16-mixed" else torch.bfloat16
+        dtype = torch.float16 if self._engine.attempt_precision == "16-mixed" else torch.bfloat16
         return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
 
     @override
     def forward_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext() if self._up_to_date().precision == "32-true" else self.autocast_context_manager()
+        is_full = self._up_to_date().attempt_precision == "32-true"
+        return nullcontext() if is_full else self.autocast_context_manager()
 
     @override
     @contextmanager
@@ -217,10 +239,11 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             return
         window.begin_iteration()
         try:
-            with self.forward_context():
+            with window.instruments(), self.forward_context():
                 yield
         except BaseException:
             window.rollback(partly="applied" in self._engine.iteration)
+            window.close()
             raise
         outcomes = tuple(self._engine.iteration)
         self._engine.end_iteration()
@@ -292,6 +315,7 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         except BaseException:
             if window is not None:  # else the iteration of manual optimization, which this is a part of, sees to it
                 window.rollback()
+                window.close()
             raise
         report = self._engine.last_step
         is_held = report is not None and report.outcome == "skipped" and not is_trial  # a search counts all its steps
@@ -319,6 +343,13 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
         if clip_val > 0:
             clip = gradients.clip_value_ if gradient_clip_algorithm == "value" else gradients.clip_norm_
             clip(grads, clip_val)
+
+
+def _last_checkpoint(trainer: Trainer) -> str | None:
+    """Return the last checkpoint of the run, if there is one."""
+    callback = trainer.checkpoint_callback
+    paths = [getattr(callback, name, "") for name in ("last_model_path", "best_model_path")]
+    return next((path for path in paths if path), None)
 
 
 def _position(optimizer: Optimizer, among: Sequence[Optimizer]) -> int:

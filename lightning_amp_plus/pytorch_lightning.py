@@ -8,12 +8,14 @@ from pytorch_lightning.plugins import MixedPrecision
 
 from lightning_amp_plus.callbacks.fallback import PrecisionFallbackMixin
 from lightning_amp_plus.callbacks.monitor import AMPMonitorMixin
+from lightning_amp_plus.diagnosis import Diagnosis as Diagnosis
 from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
 from lightning_amp_plus.loss_scale import LossScale as LossScale
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
 from lightning_amp_plus.report import StepCounters as StepCounters
 from lightning_amp_plus.report import StepReport as StepReport
 from lightning_amp_plus.skips import NonFiniteStepError as NonFiniteStepError
+from lightning_amp_plus.standalone import diagnose as diagnose
 
 
 class AdaptiveMixedPrecision(AdaptiveMixedPrecisionMixin, MixedPrecision):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from lightning_amp_plus.diagnosis import Diagnosis
 
 Precision = Literal["16-mixed", "bf16-mixed", "32-true"]
 Outcome = Literal["applied", "skipped"]
@@ -36,6 +39,8 @@ class StepReport:
         grad_norm: The 2-norm of the true gradients before clipping, where it was needed for clipping or asked for by
             ``AdaptiveMixedPrecision.request_grad_norm``; else ``None``.
         clipped: Whether clipping by norm made the gradients smaller; ``None`` where the plugin did not clip by norm.
+        rescued: Whether the step was applied only because a wider precision, or a module kept in one, made it finite.
+        diagnosis: Why an attempt failed; ``None`` for a clean step, and where nothing was found out.
 
     """
 
@@ -48,6 +53,8 @@ class StepReport:
     non_finite: Place | None = None
     grad_norm: float | None = None
     clipped: bool | None = None
+    rescued: bool = False
+    diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class StepCounters:
         skipped_steps: Steps that did not, because the loss or a gradient was not finite.
         recent: The last 100 steps, one bit each, the newest lowest: 1 if the step met an inf or NaN.
         retried_attempts: Attempts beyond the first of their step.
+        rescued_steps: Applied steps that only a wider precision, or a module kept in one, made finite.
+        rescued_evaluations: Batches of validation and test that only a wider precision made finite.
 
     """
 
@@ -66,14 +75,21 @@ class StepCounters:
     skipped_steps: int = 0
     recent: int = field(default=0, repr=False)
     retried_attempts: int = 0
+    rescued_steps: int = 0
+    rescued_evaluations: int = 0
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+        return self.applied_steps + self.skipped_steps
 
     @property
     def overflow_rate(self) -> float:
         """The share of the last 100 steps that met an inf or NaN, between 0 and 1."""
-        steps = min(self.applied_steps + self.skipped_steps, _WINDOW)
+        steps = min(self.steps, _WINDOW)
         return self.recent.bit_count() / steps if steps else 0.0
 
-    def after(self, outcome: Outcome, attempts: int = 1) -> StepCounters:
+    def after(self, outcome: Outcome, attempts: int = 1, *, rescued: bool = False) -> StepCounters:
         """Return the counters one step later, which took so many attempts."""
         skipped = outcome == "skipped"
         unclean = skipped or attempts > 1
@@ -82,4 +98,6 @@ class StepCounters:
             self.skipped_steps + skipped,
             (self.recent << 1 | unclean) & ((1 << _WINDOW) - 1),
             self.retried_attempts + attempts - 1,
+            self.rescued_steps + rescued,
+            self.rescued_evaluations,
         )

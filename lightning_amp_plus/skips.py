@@ -1,18 +1,15 @@
-"""What follows a skipped step that no lower loss scale can help: patience, a wider precision, the end. Plain Python."""
+"""What follows a skipped step that nothing can help: patience, then the end. Plain Python."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lightning_amp_plus.report import Place, Precision, StepReport
 
-Policy = Callable[[StepReport, int], Precision | None]
-"""Decides what follows a skipped step that no lower loss scale can help.
-
-It gets the report of the step and how many such steps of its optimizer there were in a row. It returns the precision to
-go on with, which may be the present one, or ``None`` to leave it at that: then ``max_skipped`` in a row raise.
-"""
+if TYPE_CHECKING:
+    from lightning_amp_plus.diagnosis import Diagnosis
 
 Notify = Callable[[int, str], None]
 """Called with a ``logging`` level and a line of text."""
@@ -32,7 +29,19 @@ _WIDER: dict[Precision, str] = {
 
 
 class NonFiniteStepError(FloatingPointError):
-    """Too many optimizer steps in a row had a loss or gradients that hold inf or NaN, and no lower scale can help."""
+    """Optimizer steps had a loss or gradients that hold inf or NaN, and nothing that may be tried can help.
+
+    Attributes:
+        diagnosis: Why the last one failed; ``None`` if nothing was found out.
+
+    """
+
+    def __init__(self, text: str, diagnosis: Diagnosis | None = None) -> None:
+        super().__init__(text)
+        self.diagnosis = diagnosis
+
+    def __reduce__(self) -> tuple[type[NonFiniteStepError], tuple[str, Diagnosis | None]]:
+        return type(self), (str(self), self.diagnosis)
 
 
 class Skips:
@@ -46,14 +55,12 @@ class Skips:
 
     def __init__(self, max_skipped: int, notify: Notify) -> None:
         self.max_skipped = max_skipped
-        self.policy: Policy | None = None
         self.notify = notify
         self.restart()
 
     def restart(self) -> None:
         """Forget all steps."""
         self.in_a_row: dict[int, int] = {}
-        self.wider: Precision | None = None
         self._said: set[str] = set()
 
     def say(self, kind: str, level: int, text: str) -> None:
@@ -67,46 +74,55 @@ class Skips:
         what = _WHAT[report.non_finite or "gradients"]
         self.say("trial", logging.INFO, f"Steps of the search were skipped in {report.precision!r}: {what}.")
 
-    def moved(self) -> None:
-        """Begin to count anew, in :attr:`wider`."""
-        self.wider = None
-        self.in_a_row.clear()
+    def is_last(self, optimizer: int) -> bool:
+        """Tell whether one more skipped step of an optimizer raises."""
+        return self.in_a_row.get(optimizer, 0) + 1 >= self.max_skipped
+
+    @property
+    def is_near_last(self) -> bool:
+        """Whether one more skipped step of any optimizer may raise."""
+        return max(self.in_a_row.values(), default=0) + 1 >= self.max_skipped
 
     def answer(self, report: StepReport, why: str) -> None:
-        """Count a skipped step, and set :attr:`wider` to the precision that the run is to go on with, if to another.
+        """Count a skipped step.
 
         Args:
             report: What became of the step.
             why: Why no lower loss scale is tried, as a clause.
 
         Raises:
-            NonFiniteStepError: After ``max_skipped`` of them in a row, unless the policy goes on.
+            NonFiniteStepError: After ``max_skipped`` of them in a row.
 
         """
-        skipped = self.in_a_row.get(report.optimizer, 0) + 1
-        self.in_a_row[report.optimizer] = skipped
+        self.in_a_row[report.optimizer] = self.in_a_row.get(report.optimizer, 0) + 1
+        if self.in_a_row[report.optimizer] >= self.max_skipped:
+            raise self.error(report, why)
         what = _WHAT[report.non_finite or "gradients"]
-        answer = None if self.policy is None else self.policy(report, skipped)
-        if answer is not None and answer != report.precision:
-            self.wider = answer  # before it is told, which may raise
-            self.notify(
-                logging.WARNING,
-                f"{skipped} optimizer steps in a row were skipped in {report.precision!r} because {what}, and {why}:"
-                f" from optimizer step {report.step + 1} on the run computes in {answer!r}.",
-            )
-            return
-        if answer is None and skipped >= self.max_skipped:
-            self.in_a_row[report.optimizer] = 0
-            raise NonFiniteStepError(
-                f"{skipped} optimizer steps in a row were skipped because {what} (precision {report.precision!r}, last"
-                f" loss scale {report.scale:g}); the last one was step {report.step}. None of them changed the weights,"
-                f" and {why}. Look for inf or NaN in the batches; try a lower learning rate or"
-                f" `Trainer(gradient_clip_val=1.0)`{_WIDER[report.precision]}."
-                f" `max_skipped` (now {self.max_skipped}) sets how many such skips in a row are allowed."
-            )
+        diagnosis = f" {report.diagnosis}" if report.diagnosis is not None else ""
         self.say(
-            f"{what}, {answer is None}",
-            logging.WARNING if answer is None else logging.INFO,
-            f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}). "
-            + (f"After {self.max_skipped} in a row the fit stops." if answer is None else "The precision may widen."),
+            f"{what}, {report.diagnosis and report.diagnosis.cause}",
+            logging.WARNING,
+            f"Optimizer step {report.step} was skipped because {what} (precision {report.precision!r}).{diagnosis}"
+            f" After {self.max_skipped} in a row the fit stops.",
+        )
+
+    def error(self, report: StepReport, why: str) -> NonFiniteStepError:
+        """Return the error that ends the fit, and count anew."""
+        skipped = self.in_a_row.pop(report.optimizer, 0)
+        self.in_a_row[report.optimizer] = 0
+        what, diagnosis = _WHAT[report.non_finite or "gradients"], report.diagnosis
+        if diagnosis is not None and diagnosis.cause == "parameters":
+            return NonFiniteStepError(f"Optimizer step {report.step}: {what}. {diagnosis}", diagnosis)
+        advice = (
+            "Look for inf or NaN in the batches; try a lower learning rate or"
+            f" `Trainer(gradient_clip_val=1.0)`{_WIDER[report.precision]}."
+            if diagnosis is None
+            else str(diagnosis)
+        )
+        return NonFiniteStepError(
+            f"{skipped} optimizer steps in a row were skipped because {what} (precision {report.precision!r}, last"
+            f" loss scale {report.scale:g}); the last one was step {report.step}. None of them changed the weights,"
+            f" and {why}. {advice} `max_skipped` (now {self.max_skipped}) sets how many such skips in a row are"
+            " allowed.",
+            diagnosis,
         )

@@ -14,9 +14,9 @@ from lightning_amp_plus import _lightning
 from lightning_amp_plus.checkpoint import had_moved, load_state, state_of, stock_state_of
 from lightning_amp_plus.engine import StepEngine
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
+from lightning_amp_plus.ladder import FallbackRules
 from lightning_amp_plus.mailbox import Mailbox
 from lightning_amp_plus.report import Precision, StepCounters, StepReport
-from lightning_amp_plus.skips import Policy
 from lightning_amp_plus.window import TrainingWindow
 
 if TYPE_CHECKING:
@@ -77,17 +77,22 @@ class StatefulPrecision(_MixedPrecision):
         return self.last_step is not None and self.last_step.outcome == "skipped"
 
     @property
-    def policy(self) -> Policy | None:
-        """What decides on a wider precision after a step that no lower loss scale can help.
+    def kept_modules(self) -> tuple[str, ...]:
+        """The names of the modules that were found to need float32, and compute in it."""
+        return self._up_to_date().kept.found
 
-        A callback sets it in its ``setup``, for one run: it is gone when that ends.
-        With one set, a checkpoint of a run that has moved on is resumed in the precision it had moved to.
+    @property
+    def rules(self) -> FallbackRules | None:
+        """When the run goes on in a wider precision; ``None`` for never.
+
+        A callback sets them in its ``setup``, for one run: they are gone when that ends.
+        With them, a checkpoint of a run that has moved on is resumed in the precision it had moved to.
         """
-        return self._engine.skips.policy
+        return self._engine.fallback.rules
 
-    @policy.setter
-    def policy(self, policy: Policy | None) -> None:
-        self._engine.skips.policy = policy
+    @rules.setter
+    def rules(self, rules: FallbackRules | None) -> None:
+        self._engine.fallback.rules = rules
 
     def request_grad_norm(self) -> None:
         """Ask for ``last_step.grad_norm`` of the next step: in manual optimization, of the steps of the next iteration.
@@ -126,7 +131,8 @@ class StatefulPrecision(_MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()
-        return {**self.__dict__, "_window": None, "_hooks": None}  # which belong to the Trainer of a run
+        of_a_run = {"_window": None, "_hooks": None, "_evaluation": None}  # which belong to its Trainer
+        return {**self.__dict__, **of_a_run}
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -148,10 +154,16 @@ class StatefulPrecision(_MixedPrecision):
         load_state(
             self._up_to_date(),
             state_dict,
-            keeps_fallback=self.policy is not None or self._searches,
+            keeps_fallback=self.rules is not None or self._searches,
             only_precision=self._evaluates,
         )
         self._is_new = self._is_new and not self._evaluates
+        if (names := state_dict.get("kept_modules")) and not self._engine.kept.found:
+            notify(
+                logging.WARNING,
+                f"The run of this checkpoint kept {', '.join(names)} in float32, which float16 could not hold. Add the"
+                f" PrecisionFallback callback to go on so, or keep_fp32={list(names)} to the plugin.",
+            )
         if had_moved(state_dict, self._engine.precision):
             notify(
                 logging.WARNING,

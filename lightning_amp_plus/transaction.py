@@ -97,6 +97,24 @@ class StepTransaction:
         self._buffers.put_back(turned_non_finite)
         self._restore_metrics([m for m in self._metric_owners if m.has_turned_non_finite(self._states)])
 
+    @torch.no_grad()
+    def turned_non_finite(self) -> list[Tensor]:
+        """Return flags, one for each tensor that is a metric's state, of what has turned inf or NaN; no device read."""
+        flags = []
+        for metric in self._metric_owners:
+            for key, value in metric.before.items():
+                now = metric.fields.get(key)
+                if isinstance(now, Tensor) and isinstance(value, Tensor) and now.is_floating_point():
+                    before = self._states.copy_of(value)
+                    bad = ~now.isfinite()
+                    if before is not None and before.shape == now.shape:
+                        bad &= before.isfinite()
+                    flags.append(bad.any())
+                elif isinstance(now, list):
+                    new = now[len(self._lists.get(id(value), ((), ()))[1]) :]
+                    flags += [~v.isfinite().all() for v in new if isinstance(v, Tensor) and v.is_floating_point()]
+        return flags
+
     def _restore_metrics(self, metrics: list[_FieldsOf]) -> None:
         ids = {id(value) for metric in metrics for value in metric.before.values()}
         for metric in metrics:  # as a whole: its states belong together
@@ -119,6 +137,11 @@ class StepTransaction:
     def close(self) -> None:
         """Forget what was remembered, but for the storage."""
         self._metric_owners, self.rng = [], {}
+
+    def forget(self) -> None:
+        """Forget what was remembered, and hold no tensor of anybody's."""
+        self.close()
+        self._lists = {}
 
     # What there is. Most steps find what the last one found: to see that is cheap, to walk all modules is not.
 

@@ -8,12 +8,18 @@ iteration after one that has attempted a step, and nothing is run again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp_plus import _lightning
 from lightning_amp_plus.batches import Versions, are_unchanged, copy_containers, versions_of
+from lightning_amp_plus.diagnosis import non_finite_inputs
+from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.locate import Locator
+from lightning_amp_plus.recovery import rescue
 from lightning_amp_plus.report import Outcome
 from lightning_amp_plus.transaction import RngState, StepTransaction, rng_state, set_rng_state
 
@@ -41,24 +47,24 @@ class TrainingWindow:
     Args:
         pl: Lightning's namespace.
         trainer: The Trainer of the fit.
-        can_retry: Tells whether windows may be run again, for which their batches are kept.
+        engine: What makes the steps.
         exclude: Patterns of the names of buffers that are let be.
 
     """
 
-    def __init__(
-        self, pl: ModuleType, trainer: Trainer, *, can_retry: Callable[[], bool], exclude: Sequence[str]
-    ) -> None:
+    def __init__(self, pl: ModuleType, trainer: Trainer, engine: StepEngine, *, exclude: Sequence[str]) -> None:
         module = trainer.lightning_module
-        self._pl, self._trainer, self._can_retry = pl, trainer, can_retry
+        self._pl, self._trainer, self._engine = pl, trainer, engine
         devices = {trainer.strategy.root_device, *(parameter.device for parameter in module.parameters())}
         self._transaction = StepTransaction(module, exclude, devices)
         self._micro_batches: list[_MicroBatch] = []
+        self._latest: Any = None  # batch, where none are kept
         self._obstacle: str | None = None
         self._marks: dict[Any, Any] = {}
         self._by_attempts: set[Any] = set()
         self._by_others: set[Any] = set()  # hooks and validations between the micro-batches
         self._epoch = -1
+        self._passes_before = 0
         self._logged: _lightning.Logged = {}
         self.is_held = False
         self._end = _lightning.watch(trainer, self)
@@ -74,18 +80,41 @@ class TrainingWindow:
         self.close()
 
     def _open(self) -> None:
+        self._engine.note_known()
         self._transaction.begin()
         self._logged = _lightning.logged_state(self._trainer)
         self._micro_batches = []
         self._obstacle = None
+        self._passes_before = self._engine.passes.count
         self._by_attempts, self._by_others = set(), set()
         if self._trainer.accumulate_grad_batches > 1:
             self._marks = self._transaction.fingerprint()
+        if self._engine.wants_instruments and self._engine.locator is None:
+            self._engine.locator = Locator(self._trainer.lightning_module)
 
     def close(self) -> None:
         """Forget the window: its step is over."""
         self._transaction.close()
-        self._micro_batches = []
+        self._micro_batches, self._latest = [], None
+        self._engine.locator = None
+
+    def instruments(self) -> AbstractContextManager[Any]:
+        """Return the context that looks on at what is run, if something is to."""
+        return nullcontext() if self._engine.locator is None else self._engine.locator
+
+    @property
+    def name(self) -> str:
+        """What to call it in a sentence."""
+        trainer = self._trainer
+        batch = trainer.fit_loop.epoch_loop.batch_idx
+        count = len(self._micro_batches)
+        batches = f"batches {batch - count + 1} to {batch}" if count > 1 else f"batch {batch}"
+        return f"{batches} of epoch {trainer.current_epoch}"
+
+    def non_finite_inputs(self) -> list[str]:
+        """Return the names of the tensors in its batches that are not finite."""
+        batches = [micro_batch.batch for micro_batch in self._micro_batches] or [self._latest]
+        return [name for batch in batches for name in non_finite_inputs(batch)]
 
     def rollback(self, *, partly: bool = False) -> None:
         """Put back what the window has changed, but for parameters and gradients; nothing if none is open.
@@ -122,23 +151,60 @@ class TrainingWindow:
         """Take up the next micro-batch, in a new window if it zeroes the gradients."""
         self.is_held = False
         rng = None
-        if _lightning.opens_window(closure) or not self._transaction.is_open:
+        if _lightning.opens_window(closure):
+            _lightning.note_zeroing(closure)
             self._open()
-            if not _lightning.opens_window(closure):
-                self._obstacle = "the fit was resumed in the middle of its window"
+            rng = self._transaction.rng
+        elif not self._transaction.is_open:
+            self._open()
+            self._obstacle = "the fit was resumed in the middle of its window"
             rng = self._transaction.rng
         else:
             self._note_others()
-        if self._can_retry() and _lightning.has_backward(closure):
+        self._latest = arguments.get("batch")
+        if self._engine.wants_batches and _lightning.has_backward(closure):
             self._keep(closure, arguments, rng or rng_state(self._transaction.devices))
 
     def run(self, closure: Any) -> Any:
         """Run a micro-batch, forward and backward; put back what the window has changed if it raises."""
+        passes = self._engine.passes.count
         try:
-            return closure()
+            with self.instruments():
+                return closure()
+        except Exception as error:
+            self.rollback()
+            if self.obstacle() is not None or self._is_of_a_callback(error):
+                raise
+            failed = error
         except BaseException:
             self.rollback()
             raise
+        count = self._engine.passes.count
+        try:
+            return rescue(
+                self._engine,
+                failed,
+                self._trainer.optimizers[0],
+                self._run_again_alone,
+                alone=count == passes and _lightning.is_replicated(self._trainer),
+                has_gradients=count > self._passes_before,
+            )
+        finally:
+            del failed  # whose traceback holds this frame
+
+    def _is_of_a_callback(self, error: Exception) -> bool:
+        """Tell whether an error was raised by a callback, which may want to end the run."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return any(
+            frame.f_locals.get("self") is callback
+            for frame, _ in walk_tb(error.__traceback__)
+            for callback in callbacks
+        )
+
+    def _run_again_alone(self) -> Any:
+        """Run the micro-batches so far again, while other ranks may wait in the backward of the last."""
+        with _lightning.without_sync_of_forward(self._trainer):
+            return self.run_again()
 
     def _keep(self, closure: Any, arguments: dict[str, Any], rng: RngState) -> None:
         if "batch" not in arguments:
@@ -166,14 +232,15 @@ class TrainingWindow:
         self.rollback()
         output = None
         for micro_batch in self._micro_batches:
-            _lightning.prepare_again(micro_batch.closure)
+            _lightning.let_go(micro_batch.closure)
         for micro_batch in self._micro_batches:
             _lightning.announce_batch(self._trainer, micro_batch.batch)
             is_last = micro_batch is self._micro_batches[-1]
-            with _lightning.block_sync(self._pl, self._trainer, block=not is_last):
+            blocked = _lightning.block_sync(self._pl, self._trainer, block=not is_last)
+            with blocked, _lightning.without_zeroing_again(micro_batch.closure):
                 output = micro_batch.run_again()
             if not is_last:
-                _lightning.prepare_again(micro_batch.closure)
+                _lightning.let_go(micro_batch.closure)
         return output
 
     # Manual optimization ----------------------------------------------------------------------------------------------

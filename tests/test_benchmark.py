@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MIXED_ROWS = (
     "step, small model, {}",
-    "step, small model, AMPMonitor, {}",
+    "step, small model, both callbacks, {}",
     "step, large model, {}",
     "optimizer, foreach, {}",
     "optimizer, fused, {}",
@@ -18,13 +18,13 @@ MIXED_ROWS = (
     "optimizer, fused, clip, {} / stock foreach",
     "peak memory, large model, clip, {}",
     "syncs per step, {}",
-    "syncs per step, {}, clip, AMPMonitor",
+    "syncs per step, {}, clip, both callbacks",
 )
 OTHER_ROWS = (
     "noise: stock / stock, step, small model, 16-mixed",
     "step, large model, our bf16-mixed / our 32-true",
     "syncs per step, 32-true",
-    "syncs per step, 32-true, clip, AMPMonitor",
+    "syncs per step, 32-true, clip, both callbacks",
 )
 
 
@@ -48,7 +48,7 @@ def test_all_rows_hold_numbers(table: dict[str, list[str]]) -> None:
         assert 0 <= low <= median <= high
 
 
-@pytest.mark.parametrize("suffix", ["", ", clip, AMPMonitor"])
+@pytest.mark.parametrize("suffix", ["", ", clip, both callbacks"])
 def test_syncs_per_step(table: dict[str, list[str]], suffix: str) -> None:
     """Exact on any machine: the counter sees stock's one read in fp16 and none in 32-true; we add at most one."""
     assert [table[f"syncs per step, {precision}{suffix}"][-1] for precision in ("16-mixed", "32-true")] == [

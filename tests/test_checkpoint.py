@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from helpers import PRECISIONS, ROW, Exact, factors, make_trainer
-from namespace import AdaptiveMixedPrecision, pl
+from namespace import AdaptiveMixedPrecision, PrecisionFallback, pl
 from torch import Tensor, nn
 
 from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters
@@ -188,8 +189,13 @@ def test_state_holds_builtins_only(tmp_path: Path, precision: Precision, numbers
     assert state["precision"] == precision
     assert set(state) == {
         *torch.amp.GradScaler("cpu").state_dict(),
-        *("precision", "configured_precision", "kept_modules", "counters", "hysteresis", "search", "version"),
+        *("precision", "configured_precision", "kept_modules", "fallback", "counters"),
+        *("hysteresis", "search", "version"),
     }
+    assert set(state["fallback"]) == {
+        "rescues", "unavailable", "on_trial", "clean_steps", "failed_trials", "is_suspect", "located"
+    }  # fmt: skip
+    assert {"rescued_steps", "rescued_evaluations"} <= set(state["counters"])
 
 
 def test_state_holds_builtins_when_the_rules_are_numpy_numbers() -> None:
@@ -523,3 +529,107 @@ def test_a_collapsed_scale_does_not_keep_a_run_from_a_wider_precision(tmp_path: 
     trainer = fit(AdaptiveMixedPrecision(precision), [1], module=module, resume=tmp_path / "a.ckpt")
     assert torch.equal(module.weight, -2 * ROW)
     assert saved(trainer, tmp_path / "b.ckpt")[STOCK]["scale"] > 0
+
+
+# What the fallback has come to ---------------------------------------------------------------------------------------
+
+
+class Hot(Net):
+    """The first layer puts out more than float16 holds, in the batches whose numbers are ``hot``."""
+
+    def __init__(self, automatic: bool = True, hot: Sequence[int] = (1, 3, 5)) -> None:
+        super().__init__(automatic)
+        self.hot = hot
+        self.dtypes: list[torch.dtype] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        factor = 2.0**17 if batch_idx in self.hot else 1.0
+        hidden = self.layers[0](batch * factor)
+        self.dtypes.append(hidden.dtype)
+        loss = (self.layers[3](hidden.float() / factor).float() - 1).square().mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+
+def train_hot(path: Path, save_at: int | None, module: Hot, **rules: Any) -> AdaptiveMixedPrecision:
+    """Train 8 steps and save after one of them, or go on from there."""
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=4.0))
+    callbacks: list[pl.Callback] = [PrecisionFallback(**rules)]
+    if save_at is not None:
+        callbacks.append(SaveAt(0, save_at, path))
+    x = torch.rand(8, 4, 4, generator=torch.Generator().manual_seed(1)) + 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that it moves, which the counters and dtypes tell
+        trainer = make_trainer(plugin, callbacks=callbacks)
+        trainer.fit(module, Batches(x), ckpt_path=None if save_at is not None else path)
+    return plugin
+
+
+def assert_resumes(path: Path, save_at: int, make_module: Any = Hot, **rules: Any) -> dict[str, Any]:
+    """A resumed run does the very same attempts; return the state that it was resumed from."""
+    whole, resumed = make_module(), make_module()
+    first = train_hot(path, save_at, whole, **rules)
+    second = train_hot(path, None, resumed, **rules)
+    assert second.state_dict() == first.state_dict()
+    assert second.last_step == first.last_step
+    assert resumed.dtypes == whole.dtypes[-len(resumed.dtypes) :]
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    state: dict[str, Any] = torch.load(path, weights_only=True)[OURS]
+    assert types_in(state) <= {dict, list, str, int, float}
+    return state
+
+
+def test_a_run_killed_with_two_of_three_rescues_counted_falls_back_at_the_third(tmp_path: Path) -> None:
+    state = assert_resumes(tmp_path / "a.ckpt", save_at=3)
+    assert state["fallback"]["rescues"] == [1, 3]
+    assert (state["precision"], state["counters"]["rescued_steps"]) == ("16-mixed", 2)
+    end = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert end[STOCK]["scale"] == 4.0
+
+    module = Hot()
+    plugin = train_hot(tmp_path / "a.ckpt", None, module)
+    assert (plugin.precision, plugin.counters.rescued_steps) == ("bf16-mixed", 3)
+    assert module.dtypes[-2:] == [torch.bfloat16] * 2  # steps 6 and 7, after the third rescue in step 5
+
+
+def test_rescues_that_were_too_long_ago_do_not_count_after_a_resume(tmp_path: Path) -> None:
+    state = assert_resumes(tmp_path / "a.ckpt", save_at=3, within_steps=4)
+    assert state["fallback"]["rescues"] == [1, 3]
+    plugin = train_hot(tmp_path / "a.ckpt", None, Hot(), within_steps=4)
+    assert (plugin.precision, plugin.counters.rescued_steps) == ("16-mixed", 3)
+
+
+@pytest.mark.parametrize("save_at", [1, 4])
+def test_kept_modules_are_kept_in_a_resumed_run(tmp_path: Path, save_at: int) -> None:
+    state = assert_resumes(tmp_path / "a.ckpt", save_at, scope="module", patience=1)
+    assert state["kept_modules"] == ["layers.0"]
+    module = Hot()
+    plugin = train_hot(tmp_path / "a.ckpt", None, module, scope="module", patience=1)
+    assert (plugin.precision, plugin.kept_modules) == ("16-mixed", ("layers.0",))
+    assert plugin.counters.rescued_steps == 1
+    assert module.dtypes == [torch.float32] * (7 - save_at)
+    assert "forward" not in vars(module.layers[0])
+
+
+@pytest.mark.parametrize("save_at", [1, 2, 3, 5])
+def test_a_run_that_tries_the_narrow_precision_again_is_resumed_on_trial(tmp_path: Path, save_at: int) -> None:
+    """It moves in step 1, and tries float16 in steps 4 (hot again) and no earlier than step 9."""
+    state = assert_resumes(tmp_path / "a.ckpt", save_at, lambda: Hot(hot=(1, 4)), patience=1, retry_after=2)
+    fallback = state["fallback"]
+    assert fallback["clean_steps"] == {1: 0, 2: 1, 3: 2, 5: 1}[save_at]
+    assert fallback["failed_trials"] == (save_at == 5)
+    assert fallback["on_trial"] == ("bf16-mixed" if save_at == 3 else "")
+
+
+@pytest.mark.parametrize("save_at", [2, 3, 4, 5])
+def test_a_manual_run_killed_between_located_failures_moves_at_the_same_step(tmp_path: Path, save_at: int) -> None:
+    def manual() -> Hot:
+        return Hot(automatic=False, hot=(1, 2, 3, 4, 5, 6, 7))
+
+    state = assert_resumes(tmp_path / "a.ckpt", save_at, manual)
+    assert state["counters"]["skipped_steps"] == min(save_at, 4)

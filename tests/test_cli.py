@@ -80,8 +80,16 @@ NON_DEFAULT: dict[str, dict[str, Any]] = {
         "max_skipped": 5,
         "retries": 2,
         "exclude_buffers": ["*.queue"],
+        "keep_fp32": ["lay*"],
     },
-    "PrecisionFallback": {"ladder": ["16-mixed", "32-true"], "patience": 2},
+    "PrecisionFallback": {
+        "ladder": ["16-mixed", "32-true"],
+        "patience": 2,
+        "within_steps": 50,
+        "scope": "auto",
+        "max_modules": 4,
+        "retry_after": 1000,
+    },
     "AMPMonitor": {"prog_bar": True},
 }
 OPTION = {"AdaptiveMixedPrecision": "plugins", "PrecisionFallback": "callbacks", "AMPMonitor": "callbacks"}
@@ -121,12 +129,14 @@ def read_back(cli: Any) -> dict[str, dict[str, Any]]:
             "max_skipped": plugin.max_skipped,
             "retries": plugin._engine.retries,
             "exclude_buffers": plugin._exclude_buffers,
+            "keep_fp32": plugin._engine.kept.patterns,
         }
     }
     for callback in cli.trainer.callbacks:
         if (name := type(callback).__name__) in NON_DEFAULT:
             things[name] = callback
-            read[name] = {argument: getattr(callback, argument) for argument in NON_DEFAULT[name]}
+            holder = callback.rules if name == "PrecisionFallback" else callback
+            read[name] = {argument: getattr(holder, argument) for argument in NON_DEFAULT[name]}
     for name, thing in things.items():
         read[name]["class"] = type(thing)
     return read
@@ -162,11 +172,12 @@ def test_yaml_sets_every_argument(world: World, has_class_path: bool, tmp_path: 
             "max_skipped": 5,
             "retries": 2,
             "exclude_buffers": ("*.queue",),
+            "keep_fp32": ("lay*",),
             "class": world.ours.AdaptiveMixedPrecision,
         },
         "PrecisionFallback": {
+            **NON_DEFAULT["PrecisionFallback"],
             "ladder": ("16-mixed", "32-true"),
-            "patience": 2,
             "class": world.ours.PrecisionFallback,
         },
         "AMPMonitor": {"prog_bar": True, "class": world.ours.AMPMonitor},
@@ -262,6 +273,7 @@ def test_a_users_subclass_that_hands_its_keywords_on(world: World) -> None:
         "precision": "16-mixed",
         "retries": 5,
         "exclude_buffers": (),
+        "keep_fp32": (),
         "loss_scale": LossScale(init_scale=1024.0),
         "max_skipped": 5,
     }
@@ -274,11 +286,16 @@ def test_a_callback_that_the_program_adds(world: World) -> None:
             parser.set_defaults({"fallback.patience": 4})
 
     plugin = f"--trainer.plugins={world.path('AdaptiveMixedPrecision')}"
-    read = read_back(world.run(plugin, "--fallback.ladder=[16-mixed,32-true]", cli=Program))
+    options = ["--fallback.ladder=[16-mixed,32-true]", "--fallback.scope=module"]
+    read = read_back(world.run(plugin, *options, cli=Program))
     assert read["PrecisionFallback"] == {
         "class": world.ours.PrecisionFallback,
         "ladder": ("16-mixed", "32-true"),
         "patience": 4,
+        "within_steps": 200,
+        "scope": "module",
+        "max_modules": 8,
+        "retry_after": None,
     }
 
 
@@ -352,7 +369,8 @@ def test_help_has_the_docstring_of_every_argument(
 # Refused --------------------------------------------------------------------------------------------------------------
 
 FOUR = "'auto', '16-mixed', 'bf16-mixed', '32-true'"
-LADDER = "it must be some of 16-mixed, bf16-mixed, 32-true, in this order."
+LADDER = "it must be some of 16-mixed, bf16-mixed, 32-true, in this order and not the first alone, or None."
+SCOPE = "'auto', 'model', 'module'"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # what only we can know: our words
     ("AdaptiveMixedPrecision", {"max_skipped": 0}, "(max_skipped=0): it must be an integer of at least 1."),
@@ -368,6 +386,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("PrecisionFallback", {"ladder": ["32-true", "32-true"]}, f"(ladder=('32-true', '32-true')): {LADDER}"),
     ("PrecisionFallback", {"ladder": []}, f"(ladder=()): {LADDER}"),
     ("PrecisionFallback", {"patience": 0}, "(patience=0): it must be an integer of at least 1."),
+    ("PrecisionFallback", {"within_steps": 2}, "(within_steps=2): it must be an integer of at least 3."),
+    ("PrecisionFallback", {"max_modules": 0}, "(max_modules=0): it must be an integer of at least 1."),
+    ("PrecisionFallback", {"retry_after": 0}, "(retry_after=0): it must be an integer of at least 1."),
     # what the types say: the words of jsonargparse, with the legal values
     ("AdaptiveMixedPrecision", {"precision": "64-mixed"}, f"[{FOUR}]. Got value: 64-mixed"),
     ("AdaptiveMixedPrecision", {"precision": 16}, f"[{FOUR}]. Got value: 16"),
@@ -376,6 +397,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LossScale", {"growth_interval": 1.5}, "Expected a <class 'int'>. Got value: 1.5"),
     ("PrecisionFallback", {"ladder": ["16-mixed", "64-true"]}, "['16-mixed', 'bf16-mixed', '32-true']. Got value: 64-"),
     ("PrecisionFallback", {"patience": True}, "Expected a <class 'int'>. Got value: True"),
+    ("PrecisionFallback", {"scope": "layer"}, f"[{SCOPE}]. Got value: layer"),
+    ("PrecisionFallback", {"retry_after": 1.5}, "'retry_after': 1.5"),
+    ("AdaptiveMixedPrecision", {"keep_fp32": "*.wo"}, "Expected a "),
     ("AMPMonitor", {"prog_bar": "maybe"}, "Expected a <class 'bool'>. Got value: maybe"),
     # what is not there
     ("AdaptiveMixedPrecision", {"loss_scaling": 1}, "loss_scaling"),

@@ -742,14 +742,20 @@ def test_restart_forgets_everything() -> None:
     automatic(engine, optimizer, loss_of((a, NAN), value=NAN))
     with engine.backward(loss_of((a, 1.0), value=NAN), [optimizer], keep_true=False):
         engine.request_grad_norm()
+    engine.kept.find(["a"])
+    engine.fallback.load_state_dict({"rescues": [1], "unavailable": ["32-true"], "on_trial": "bf16-mixed"})
     engine.restart()
     new = engine_of(scale=4.0, max_skipped=2, hysteresis=2)
 
+    parts = ("passes", "kept", "fallback", "skips")
+    others = ("loss_scaler", "scaler", "notify", "agree", "checkpoint", "_skips", "_held", *parts)
+
     def fields(owner: object) -> dict[str, Any]:
-        return {k: v for k, v in vars(owner).items() if k not in ("loss_scaler", "scaler", "skips", "notify", "agree")}
+        return {k: v for k, v in vars(owner).items() if k not in others}
 
     assert fields(engine) == fields(new)
-    assert fields(engine.skips) == fields(new.skips)
+    for part in parts:
+        assert fields(getattr(engine, part)) == fields(getattr(new, part)), part
     assert engine.loss_scaler.state == new.loss_scaler.state
 
 

@@ -50,8 +50,10 @@ def test_digits_by_default_takes_what_is_native_learns_and_is_quiet(tmp_path: Pa
     assert result.stderr == ""
 
     table = table_of(result.stdout)
-    names = ["precision", "fell back", "applied", "skipped", "final scale", "accuracy", "seconds", "picture"]
-    assert list(table) == names
+    counts = ["applied", "skipped", "rescued"]
+    assert list(table) == [
+        "precision", "fell back", *counts, "in float32", "final scale", "accuracy", "seconds", "picture"
+    ]  # fmt: skip
     assert table["precision"] in {"bf16-mixed (auto)", "16-mixed (auto)", "32-true (auto)"}
     assert table["fell back"] == "never"
     assert int(table["applied"]) + int(table["skipped"]) == 44  # 2 epochs of ceil(1347 / 64) = 22 batches
@@ -77,19 +79,27 @@ def test_digits_fp16_holds_what_is_not_hot(tmp_path: Path) -> None:
     assert float(table["accuracy"]) > 0.8
 
 
-def test_digits_hot_falls_back_says_why_and_learns(tmp_path: Path) -> None:
+def test_digits_hot_names_the_layer_loses_no_batch_and_falls_back(tmp_path: Path) -> None:
     result = run_example("digits.py", "--epochs", "4", "--precision", "16-mixed", "--hot", cwd=tmp_path)
     (said,) = [line for line in result.stderr.splitlines() if "step" in line]
-    assert "skipped in '16-mixed' because the loss held inf or NaN" in said
-    assert "optimizer step 3 on the run computes in 'bf16-mixed'" in said
+    assert "Optimizer step 2 was not finite in '16-mixed'" in said
+    assert "optimizer step 3 on the run computes in 'bf16-mixed'. gain put out" in said
 
     table = table_of(result.stdout)
     assert (table["precision"], table["fell back"]) == ("16-mixed", "to bf16-mixed at step 3")
-    assert (table["applied"], table["skipped"]) == ("85", "3")
+    assert (table["applied"], table["skipped"], table["rescued"]) == ("88", "0", "3")
     assert float(table["accuracy"]) >= 0.95
     picture = tmp_path / table["picture"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert logged(picture, "amp/mantissa_bits") == [10.0] * 3 + [7.0] * 85
+    assert logged(picture, "amp/mantissa_bits") == [23.0] * 2 + [7.0] * 86  # the move is to the narrowest that holds
+
+
+def test_digits_hot_with_scope_module_stays_in_fp16(tmp_path: Path) -> None:
+    arguments = ("--epochs", "4", "--precision", "16-mixed", "--hot", "--scope", "module")
+    table = table_of(run_example("digits.py", *arguments, cwd=tmp_path).stdout)
+    assert (table["precision"], table["fell back"], table["in float32"]) == ("16-mixed", "never", "gain")
+    assert (table["applied"], table["skipped"], table["rescued"]) == ("88", "0", "3")
+    assert float(table["accuracy"]) >= 0.95
 
 
 def test_digits_hot_with_stock_learns_nothing_and_stock_says_nothing(tmp_path: Path) -> None:

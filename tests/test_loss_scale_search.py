@@ -490,6 +490,11 @@ class Window:
 
     def rollback(self) -> None: ...
 
+    name = "a window"
+
+    def non_finite_inputs(self) -> list[str]:
+        return []
+
     def run_again(self) -> Any:
         (parameter,) = self.optimizer.param_groups[0]["params"]
         with self.engine.backward(parameter.sum(), [self.optimizer], keep_true=False) as scaled:

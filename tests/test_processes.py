@@ -7,22 +7,24 @@ import time
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import ROW, Exact, factors, make_plugin, make_trainer, scale_of
+from helpers import PRECISIONS, ROW, Exact, factors, make_plugin, make_trainer, scale_of
 from namespace import AdaptiveMixedPrecision, AMPMonitor, PrecisionFallback, pl
 from torch import Tensor
 
-from lightning_amp_plus import NonFiniteStepError, StepCounters, StepReport, hardware
+from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters, StepReport, hardware
+from lightning_amp_plus.ladder import FallbackRules
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12, any fork
     # Forked workers take over that a warning is an error.
     pytest.mark.filterwarnings("ignore:Optimizer step .* was skipped"),
+    pytest.mark.filterwarnings("ignore:Optimizer step .* was not finite in"),
     pytest.mark.filterwarnings("ignore:.*optimizer steps in a row were skipped"),
 ]
 
@@ -30,7 +32,8 @@ HOT = 6.0
 """This multiple of ``ROW`` makes the loss inf in float16."""
 NUMBERS = (1, 64, 64, 1, 1, HOT, HOT, 1)
 """Two steps overflow at the scales 2^12 and 2^11, two are too hot for float16; the last one is made in bfloat16."""
-AFTER = StepCounters(applied_steps=4, skipped_steps=4, recent=0b01100110)
+AFTER = StepCounters(applied_steps=6, skipped_steps=2, recent=0b01100110, retried_attempts=6, rescued_steps=2)
+SUM = 4 + 2 * HOT
 MORE = (1.003, 0.7)
 """Neither is the same in float16 and bfloat16, nor is either exact."""
 OURS = AdaptiveMixedPrecision.__qualname__
@@ -42,6 +45,7 @@ def through_pickle(value: Any) -> Any:
 
 Copier = Callable[[Any], Any]
 copiers = pytest.mark.parametrize("copier", [deepcopy, through_pickle], ids=["deepcopy", "pickle"])
+copiers_of_plugins = pytest.mark.parametrize("copier", [deepcopy, through_pickle], ids=["deepcopy", "pickle"])
 
 
 class Runs(Exact):
@@ -142,7 +146,7 @@ def test_the_main_process_holds_what_the_workers_left(
 ) -> None:
     _, plugin, module = alone
     assert torch.equal(left.module.weight, module.weight)
-    assert torch.equal(left.module.weight, -4 * ROW)
+    assert torch.equal(left.module.weight, -SUM * ROW)
     assert left.state == plugin.state_dict()
     assert (left.state["scale"], left.state["_growth_tracker"]) == (2.0**10, 2)
     assert left.last_step == plugin.last_step
@@ -155,9 +159,9 @@ def test_the_properties_say_it_too(left: Left) -> None:
     assert left.plugin.scaler is not None
     assert left.plugin.scaler.get_scale() == 1.0
     assert left.plugin.counters == AFTER
-    assert left.plugin.policy is None
+    assert left.plugin.rules is None
     assert not left.plugin.last_step_skipped
-    assert left.trainer.callback_metrics["amp/skipped_steps"] == 4
+    assert left.trainer.callback_metrics["amp/skipped_steps"] == 2
 
 
 def test_a_test_with_the_same_trainer_is_computed_in_what_the_run_moved_to(left: Left) -> None:
@@ -185,21 +189,23 @@ def test_a_fit_resumes_from_that_checkpoint_bit_for_bit(
     plugin, module = resumed(left.checkpoint, 1)  # Lightning leaves its epochs in the workers
     assert torch.equal(module.weight, expected.weight)
     rounded = [(number * ROW).bfloat16().float() for number in MORE]
-    assert torch.equal(module.weight, -4 * ROW - rounded[0] - rounded[1])
+    assert torch.equal(module.weight, -SUM * ROW - rounded[0] - rounded[1])
     assert plugin.state_dict() == expected_plugin.state_dict()
-    assert plugin.counters.applied_steps == 6
+    assert plugin.counters.applied_steps == 8
     assert plugin.last_step == expected_plugin.last_step
 
 
 def test_manual_optimization() -> None:
+    """The first hot step is skipped, and two more that are looked on at."""
+    numbers = (1, 64, 64, 1, 1, HOT, HOT, HOT, 1)
     expected = plugin_for_runs()
-    module = fit(make_trainer(expected, callbacks=[fallback()]), manual=True)
+    module = fit(make_trainer(expected, callbacks=[fallback()]), numbers, manual=True)
     plugin = plugin_for_runs()
-    _, trained = forked(plugin, manual=True, callbacks=[fallback()])
+    _, trained = forked(plugin, numbers, manual=True, callbacks=[fallback()])
     assert torch.equal(trained.weight, module.weight)
     assert plugin.state_dict() == expected.state_dict()
     assert plugin.last_step == expected.last_step
-    assert plugin.counters == AFTER
+    assert plugin.counters == StepCounters(applied_steps=4, skipped_steps=5, recent=0b011001110)
     assert plugin.precision == "bf16-mixed"
 
 
@@ -281,7 +287,7 @@ def test_a_second_fit_starts_anew(processes: int) -> None:
     assert plugin.last_step.step == 2
 
 
-@copiers
+@copiers_of_plugins
 def test_a_copy_right_after_a_forked_fit_holds_what_the_workers_left(
     copier: Copier,
 ) -> None:
@@ -360,7 +366,7 @@ def test_copies_train_like_the_original(when: str, copier: Copier, kwargs: dict[
         assert_equal(trained(*copied, **kwargs), expected)
 
 
-@copiers
+@copiers_of_plugins
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_copy_made_during_a_fit_keeps_the_state_of_that_moment(copier: Copier, accumulate: int) -> None:
     plugin = plugin_for_runs()
@@ -397,25 +403,26 @@ def test_a_copy_is_independent(when: str, copier: Copier) -> None:
     assert scale_of(copied) == 2.0**12
 
 
-@copiers
-def test_the_policy_of_a_copy_is_the_copied_callbacks(copier: Copier) -> None:
+@copiers_of_plugins
+def test_the_rules_of_a_copy_are_the_copied_callbacks(copier: Copier) -> None:
     plugin, callback = plugin_for_runs(), fallback()
     at = CopyAt(2, copier, plugin, callback)
     trained(plugin, callback, at)
     copied, copied_callback = at.copied
-    assert copied.policy.__self__ is copied_callback
+    assert copied.rules == replace(copied_callback.rules, ladder=PRECISIONS)  # as resolved for this device
     assert copied_callback is not callback
-    assert plugin.policy is None
+    assert plugin.rules is None
 
 
 @copiers
 def test_copies_of_the_callbacks_keep_their_arguments(copier: Copier) -> None:
-    copied = copier(PrecisionFallback(("16-mixed", "32-true"), patience=5))
-    assert (copied.ladder, copied.patience) == (("16-mixed", "32-true"), 5)
+    callback = PrecisionFallback(("16-mixed", "32-true"), 5, 50, "module", max_modules=2, retry_after=9)
+    copied = copier(callback)
+    assert copied.rules == callback.rules == FallbackRules(("16-mixed", "32-true"), 5, 50, "module", 2, 9)
     assert copier(AMPMonitor(prog_bar=True)).prog_bar is True
 
 
-@copiers
+@copiers_of_plugins
 def test_a_copy_of_a_whole_trainer(copier: Copier) -> None:
     plugin = plugin_for_runs()
     expected = trained(plugin_for_runs(), fallback(), AMPMonitor())
@@ -429,3 +436,95 @@ def test_a_copy_of_a_whole_trainer(copier: Copier) -> None:
     assert plugin.state_dict() == fresh
     assert torch.equal(fit(trainer).weight, expected[0])
     assert plugin.state_dict() == expected[1]
+
+
+class TwoLayers(pl.LightningModule):
+    """``hot`` puts out 2^17 from the second step on, above float16's 65504; all else is small and exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hot, self.cold = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        for layer in (self.hot, self.cold):
+            torch.nn.init.ones_(layer.weight)
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hot = self.hot(batch * (1 if batch_idx == 0 else 2.0**17))
+        cold = self.cold(hot.detach().float().clamp(max=1))
+        self.dtypes.append((hot.dtype, cold.dtype))
+        return hot.float().sum() * 2.0**-17 + cold.float().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=2.0**-6)
+
+
+KEPT = (torch.float32, torch.float16)
+
+
+def keeping(*asked_for: str) -> tuple[AdaptiveMixedPrecision, PrecisionFallback, TwoLayers]:
+    """Without a name, ``hot`` is found in the second step."""
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**4), keep_fp32=asked_for)
+    return plugin, PrecisionFallback(patience=1, scope="module"), TwoLayers()
+
+
+def train_two_layers(plugin: AdaptiveMixedPrecision, module: TwoLayers, *callbacks: pl.Callback) -> pl.Trainer:
+    trainer = make_trainer(plugin, callbacks=list(callbacks))
+    rows: Any = torch.ones(4, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimizer step 1 was not finite in .* hot computes in float32")
+        trainer.fit(module, torch.utils.data.DataLoader(rows))
+    return trainer
+
+
+@copiers
+@pytest.mark.parametrize("asked_for", [(), ("hot",)], ids=["found", "asked for"])
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_copies_of_what_keeps_modules_in_float32_keep_them_too(
+    when: str, asked_for: tuple[str, ...], copier: Copier
+) -> None:
+    plugin, callback, module = keeping(*asked_for)
+    at = CopyAt(2 if when == "during" else -1, copier, plugin, callback, module)
+    train_two_layers(plugin, module, callback, at)
+    assert module.dtypes[-1] == KEPT
+    assert plugin.kept_modules == (() if asked_for else ("hot",))
+    copied = at.copied if when == "during" else copier((plugin, callback, module))
+    copied_plugin, copied_callback, copied_module = copied
+    assert copied_plugin.kept_modules == plugin.kept_modules
+    assert copied_plugin.state_dict() == (at.state if when == "during" else plugin.state_dict())
+
+    weight, steps = module.hot.weight.detach().clone(), len(module.dtypes)
+    copied_module.dtypes.clear()
+    train_two_layers(copied_plugin, copied_module, copied_callback)
+    assert copied_module.dtypes[-1] == KEPT
+    assert torch.equal(module.hot.weight, weight)  # of which the copy is none
+    assert len(module.dtypes) == steps
+
+
+def copy_of_module(copier: Copier, when: str) -> tuple[TwoLayers, TwoLayers]:
+    plugin, callback, module = keeping()
+    at = CopyAt(2 if when == "during" else -1, copier, module)
+    train_two_layers(plugin, module, callback, at)
+    assert module.dtypes[-1] == KEPT
+    return module, at.copied[0] if when == "during" else copier(module)
+
+
+@copiers
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_a_copy_of_a_module_with_kept_ones_shares_nothing_with_it(when: str, copier: Copier) -> None:
+    module, copied = copy_of_module(copier, when)
+    before = module.hot.weight.item()
+    with torch.no_grad():
+        copied.hot.weight.fill_(3.0)
+        assert (copied.hot(torch.ones(1)).item(), module.hot(torch.ones(1)).item()) == (3.0, before)
+
+
+STAYS = pytest.mark.xfail(strict=True, reason="a copy made during the fit keeps the attribute forward for good")
+
+
+@copiers
+@pytest.mark.parametrize("when", [pytest.param("during", marks=STAYS), "after"])
+def test_nothing_is_left_on_a_copy_of_a_module_with_kept_ones(when: str, copier: Copier) -> None:
+    _, copied = copy_of_module(copier, when)
+    assert "forward" not in vars(copied.hot)
+    with torch.autocast("cpu", torch.float16):
+        assert copied.hot(torch.ones(1)).dtype is torch.float16

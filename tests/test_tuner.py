@@ -45,6 +45,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
+def computes_in_float16() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
+
+
 class Tunes(pl.LightningModule):
     """A small regression, with buffers and an optimizer with state; in float16 its first scales overflow."""
 
@@ -160,7 +164,7 @@ def test_the_first_fit_is_as_without_a_search(
 
     assert plugin.state_dict() == fresh
     assert plugin.precision == ("bf16-mixed" if precision == "auto" else precision)
-    assert plugin.policy is None
+    assert plugin.rules is None
     assert plugin.scaler is scaler
     torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
     assert len(module.seen) > 5
@@ -185,7 +189,7 @@ def test_a_search_after_a_fit_leaves_all_as_it_was(
     search(trainer_of(plugin, tmp_path, **options), module)
     assert len(module.seen) > seen
     assert plugin.state_dict() == state
-    assert (plugin.policy, plugin.scaler) == (None, scaler)
+    assert (plugin.rules, plugin.scaler) == (None, scaler)
     torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
 
     again = fit(plugin, tmp_path, **options)
@@ -225,8 +229,7 @@ def moved(path: Path) -> tuple[AdaptiveMixedPrecision, Tunes]:
 
     class Hot(Tunes):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            is_hot = self.trainer.precision_plugin.precision == "16-mixed"
-            return super().training_step(batch, batch_idx) * (math.inf if is_hot else 1)
+            return super().training_step(batch, batch_idx) * (math.inf if computes_in_float16() else 1)
 
     plugin, module = make(), Hot()
     with pytest.warns(RuntimeWarning, match="the run computes in 'bf16-mixed'"):
@@ -327,8 +330,7 @@ def test_a_search_in_mid_run_goes_on_in_what_the_run_moved_to(tmp_path: Path) ->
 
     class Hot(Tunes):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            is_hot = self.trainer.precision_plugin.precision == "16-mixed"
-            return super().training_step(batch, batch_idx) * (math.inf if is_hot else 1)
+            return super().training_step(batch, batch_idx) * (math.inf if computes_in_float16() else 1)
 
     finder = InSecondEpoch(num_training_steps=8, update_attr=False, early_stop_threshold=None)
     plugin, module = make(), Hot()
@@ -336,7 +338,10 @@ def test_a_search_in_mid_run_goes_on_in_what_the_run_moved_to(tmp_path: Path) ->
         trainer_of(plugin, tmp_path, callbacks=[PrecisionFallback(patience=1), finder], max_epochs=2).fit(module)
     assert finder.states[0] == finder.states[1]
     assert finder.states[0]["precision"] == "bf16-mixed"
-    assert {precision for _, precision in module.seen[1:]} == {"bf16-mixed"}
+    assert plugin.counters.rescued_steps == 1
+    attempts = plugin.counters.retried_attempts + 1  # of the first step; all others are clean
+    assert attempts == 4
+    assert {precision for _, precision in module.seen[attempts:]} == {"bf16-mixed"}
 
 
 # What the search sees -------------------------------------------------------------------------------------------------
@@ -387,7 +392,7 @@ def test_a_loss_that_diverges_ends_no_search(
     assert suggestion is not None
     assert suggestion <= LIMIT or fault == "gradients"  # the loss is finite then
     assert plugin.state_dict() == fresh
-    assert plugin.policy is None
+    assert plugin.rules is None
     torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
 
     trainer.fit(module)

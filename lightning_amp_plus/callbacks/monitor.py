@@ -32,7 +32,8 @@ class AMPMonitorMixin(Callback):
         - ``amp/loss_scale``: the loss scale after the step; 1 without loss scaling.
         - ``amp/mantissa_bits``: the precision of the step: 10 float16, 7 bfloat16, 23 float32.
         - ``amp/applied_steps``, ``amp/skipped_steps``: optimizer steps since the run began.
-        - ``amp/retried_attempts``: how often one of them was run again at a lower loss scale.
+        - ``amp/retried_attempts``: how often one of them was run again.
+        - ``amp/rescued_steps``: applied steps that only a wider precision made finite, with ``PrecisionFallback``.
         - ``amp/overflow_rate``: share of the last 100 steps that met an inf or NaN, 0 to 1.
         - ``amp/grad_norm``: 2-norm of the true gradients before clipping. Not logged for a skipped step.
         - ``amp/clipped``: 1 if clipping by norm made the gradients smaller, else 0. Only where the Trainer clips.
@@ -119,6 +120,7 @@ def _metrics(plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> dict[st
         "amp/applied_steps": float(counters.applied_steps),
         "amp/skipped_steps": float(counters.skipped_steps),
         "amp/retried_attempts": float(counters.retried_attempts),
+        "amp/rescued_steps": float(counters.rescued_steps),
         "amp/overflow_rate": counters.overflow_rate,
     }
     if report.grad_norm is not None and math.isfinite(report.grad_norm):
