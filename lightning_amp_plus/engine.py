@@ -177,8 +177,12 @@ class StepEngine:
         self.kept.detach()
         self.module, self.known, self.checkpoint = None, None, _no_checkpoint
 
-    def note_known(self) -> None:
-        """Take note of the buffers, and frozen parameters, that hold inf or NaN when a fit begins: they are meant."""
+    def begin_window(self) -> None:
+        """Begin a window in the run's precision, whatever the last one has ended in.
+
+        When a fit begins, take note of the buffers and frozen parameters that hold inf or NaN: they are meant.
+        """
+        self.attempt_precision, self.raised = self._precision, None
         if self.known is None and self.module is not None:
             trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
             self.known = tuple(non_finite_state(self.module, trained))

@@ -85,7 +85,7 @@ class Locator(AbstractContextManager["Locator"]):
     """Looks on while a ``module`` is run, forward and backward, and finds the first fault of each.
 
     It reads every result, which makes the run slow, and changes nothing: the run computes what it does without. A
-    compiled module is run eagerly meanwhile. Afterwards nothing is left on the module.
+    compiled module is run eagerly meanwhile, with torch 2.6 or later. Afterwards nothing is left on the module.
 
     Args:
         module: What is run, or what the modules that are run are parts of.

@@ -54,7 +54,7 @@ def diagnose(module: Module, run: Callable[[], Tensor], precision: Precision, ba
     engine = StepEngine(precision, max_skipped=1, notify=lambda level, text: None)
     engine.fallback.rules = FallbackRules()
     engine.watch(module, device.type)
-    engine.note_known()
+    engine.begin_window()
     optimizer = _Unmoved(module)
     window = _Window(module, run, engine, optimizer, device, batch)
     gradients = [parameter.grad for parameter in module.parameters()]

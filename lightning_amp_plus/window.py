@@ -80,7 +80,7 @@ class TrainingWindow:
         self.close()
 
     def _open(self) -> None:
-        self._engine.note_known()
+        self._engine.begin_window()
         self._transaction.begin()
         self._logged = _lightning.logged_state(self._trainer)
         self._micro_batches = []

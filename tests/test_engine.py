@@ -1591,3 +1591,15 @@ def test_what_was_scaled_by_hand_is_unscaled_after_another_optimizer_failed() ->
 def test_clipping_needs_a_positive_threshold(threshold: float) -> None:
     with pytest.raises(ValueError, match=r"threshold=.*above 0"):
         Clipping(threshold)
+
+
+def test_a_rank_that_is_alone_in_a_wider_precision_scales_as_the_others_do() -> None:
+    """Their float16 loss limits the scale to 2^15; its own would not, and the gradients are summed over the ranks."""
+    a = ones(1)
+    engine, optimizer = engine_of(scale=2.0**18), sgd(a)
+    scales = []
+    for loss, raised in ((a.sum().half(), False), (a.sum(), True), (a.sum(), False)):
+        engine.passes.has_raised = raised
+        with engine.backward(loss, [optimizer], keep_true=False) as scaled:
+            scales.append(scaled.item())
+    assert scales == [2.0**15, 2.0**15, 2.0**18]

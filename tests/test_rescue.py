@@ -814,3 +814,133 @@ def test_nan_batches_in_manual_optimization_do_not_move_the_run() -> None:
     plugin = fit(module, loader(data, 4), PrecisionFallback(patience=2), max_skipped=20)
     assert (module.steps, plugin.precision) == (16, "16-mixed")
     assert (plugin.counters.skipped_steps, plugin.counters.applied_steps) == (12, 4)
+
+
+# What was found by trying to break it ---------------------------------------------------------------------------------
+
+
+def broken_in_half(hidden: Tensor) -> Tensor:
+    if hidden.dtype is torch.float16:
+        raise RuntimeError("not implemented for 'Half'")
+    return hidden
+
+
+def test_an_error_of_a_callback_ends_the_fit() -> None:
+    class StopError(Exception):
+        pass
+
+    class Stops(pl.Callback):
+        stopped = False
+
+        def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+            if not self.stopped:
+                self.stopped = True
+                raise StopError
+
+    module = Net()
+    with pytest.raises(StopError):
+        fit(module, batches(3), rescues(), callbacks=[Stops()])
+    assert len(module.calls) == 1
+
+
+def test_gradients_that_are_kept_over_steps_are_not_lost_to_a_rescue() -> None:
+    """``optimizer_zero_grad`` does nothing: the second step sums the gradients of both."""
+
+    class Keeps(Net):
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            pass
+
+    def second_time(hidden: Tensor) -> Tensor:
+        return broken_in_half(hidden) if len(rescued.calls) == 2 else hidden
+
+    rescued, clean = Keeps(second_time), Keeps()
+    fit(rescued, batches(2), rescues())
+    fit(clean, batches(2), None)
+    assert rescued.calls == [torch.float16, torch.float16, torch.float32]
+    for found, expected in zip(rescued.parameters(), clean.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_nothing_is_left_switched_on_after_an_error_while_it_was_looked_on() -> None:
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                assert torch.is_anomaly_enabled()  # by what looks on
+                raise KeyError("mine")
+            optimizer: Any = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx) * NAN)
+            optimizer.step()
+            return batch.sum()
+
+    module = Manual()
+    with pytest.raises(KeyError, match="mine"), pytest.warns(RuntimeWarning, match="was skipped"):
+        fit(module, batches(3), rescues())
+    assert not torch.is_anomaly_enabled()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+def test_a_nan_batch_in_float32_is_named_too() -> None:
+    data = rows(12)
+    data[5] = NAN
+    with pytest.warns(RuntimeWarning, match=r"inputs of batch 1 of epoch 0 hold inf or NaN \(batch\)"):
+        plugin = fit(Net(), loader(data, batch_size=4), rescues(), "32-true")
+    assert (plugin.counters.applied_steps, plugin.counters.skipped_steps) == (2, 1)
+
+
+def test_a_guard_of_the_users_against_nan_does_not_hide_the_module() -> None:
+    class Guards(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hot = Scaled()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            hot = self.hot(self.second(self.first(batch)))
+            if not hot.isfinite().all():
+                raise ValueError("loss is not finite")
+            return (hot.float() * 2.0**-22).pow(2).mean()
+
+    module = Guards()
+    with pytest.warns(RuntimeWarning, match="from now on hot computes in float32"):
+        plugin = fit(module, batches(4), rescues(patience=1, scope="module"))
+    assert (plugin.precision, plugin.kept_modules) == ("16-mixed", ("hot",))
+
+
+def test_an_evaluation_without_the_callback_says_which_modules_were_kept(tmp_path: Path) -> None:
+    class Hot(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = Scaled()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (self.second(self.first(batch)).float() * 2.0**-22).pow(2).mean()
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self(batch)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.second(self.first(batch))
+
+    module = Hot()
+    with pytest.warns(RuntimeWarning, match="from now on second computes in float32"):
+        fit(module, batches(2), rescues(patience=1, scope="module"))
+    module.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    plain = make_trainer(AdaptiveMixedPrecision("16-mixed"))
+    with pytest.warns(RuntimeWarning, match=r"kept second in float32.*keep_fp32=\['second'\]"):
+        plain.test(Hot(), batches(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+
+
+def test_a_kept_module_that_is_no_longer_there_is_told_and_left_out() -> None:
+    plugin = AdaptiveMixedPrecision("16-mixed")
+    state = {**plugin.state_dict(), "kept_modules": ["second", "gone"]}
+
+    class Loads(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            plugin.load_state_dict(state)
+            assert plugin.kept_modules == ("second",)
+
+    with pytest.warns(RuntimeWarning, match="is left out: gone"):
+        make_trainer(plugin, callbacks=[rescues(), Loads()]).fit(Net(), batches(1))
