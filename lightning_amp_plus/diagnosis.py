@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 
-from lightning_amp_plus.batches import tensors_in
-from lightning_amp_plus.locate import Fault, is_finite, place_of
+from lightning_amp_plus.lines import place_of
+from lightning_amp_plus.locate import Fault
 from lightning_amp_plus.report import Precision
 
 Cause = Literal["scale", "forward", "backward", "unsupported", "batch", "parameters", "model"]
@@ -181,41 +179,3 @@ def _name(precision: Precision) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# What a step is computed from -----------------------------------------------------------------------------------------
-
-
-def non_finite_inputs(batch: Any, name: str = "batch") -> list[str]:
-    """Return the names of the tensors in a batch that are not finite, such as ``batch[0]``; it reads the device."""
-    return [path for path, tensor in _named(batch, name) if not _is_sound(tensor)]
-
-
-def _named(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, dict):
-        for key, value in batch.items():
-            yield from _named(value, f"{name}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
-        for index, value in enumerate(batch):
-            yield from _named(value, f"{name}[{index}]")
-    else:
-        yield from ((f"{name}.{type(batch).__name__}", tensor) for tensor in tensors_in(batch))
-
-
-def non_finite_state(module: Module, known: Collection[str] = ()) -> list[str]:
-    """Return the names of the parameters and buffers that are not finite, but for those ``known`` to be."""
-    state = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in state if name not in known and not _is_sound(tensor)]
-
-
-def _is_sound(tensor: Tensor) -> bool:
-    if is_lazy(tensor):
-        return True
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor.numel() == 0:
-        return True
-    if tensor.is_complex() or tensor.layout is not torch.strided or tensor.itemsize == 1:
-        return is_finite(tensor)
-    return all(extreme.isfinite() for extreme in tensor.detach().aminmax())  # no temporary of its size

@@ -29,9 +29,10 @@ from torch.optim import Optimizer
 from lightning_amp_plus import optimizers
 from lightning_amp_plus.aftermath import after_proof, after_skip
 from lightning_amp_plus.checks import Agree
-from lightning_amp_plus.diagnosis import Diagnosis, non_finite_state, of_parameters
+from lightning_amp_plus.diagnosis import Diagnosis, of_parameters
 from lightning_amp_plus.fallback import Fallback
 from lightning_amp_plus.finish import Clipping
+from lightning_amp_plus.finite import non_finite_state
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.held import has_gradients
 from lightning_amp_plus.kept import KeptModules, parts_of

@@ -8,14 +8,10 @@ forward, and the hooks note which of them belong to which call.
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -26,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from lightning_amp_plus.batches import tensors_in
+from lightning_amp_plus.finite import is_finite, largest, values_of
 from lightning_amp_plus.kept import parts_of
+from lightning_amp_plus.lines import is_ours, line_in, line_of
 
 Phase = Literal["forward", "backward"]
 
@@ -229,7 +227,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._current_graph_task_id() == -1 and _is_ours(sys._getframe(1)):
+        if torch._C._current_graph_task_id() == -1 and is_ours(sys._getframe(1)):
             return func(*args, **kwargs)
         known = [self.origins[id(tensor)] for tensor in _floating((args, kwargs)) if id(tensor) in self.origins]
         if known and torch._C._current_graph_task_id() != -1:
@@ -238,7 +236,7 @@ class _Operations(TorchDispatchMode):
             for _, origin in known:
                 if origin is not None and origin.node not in (None, here):
                     self._locator.note_backward(origin)  # what a node guards itself never gets out of it
-        had_nan = bool(known) and any(_values(tensor).isnan().any() for tensor, _ in known)
+        had_nan = bool(known) and any(values_of(tensor).isnan().any() for tensor, _ in known)
         result = func(*args, **kwargs)
         if func._schema.name.rpartition("::")[2] in _NOT_COMPUTED:
             return result
@@ -288,7 +286,7 @@ class _Operations(TorchDispatchMode):
         call = self._locator.call_of(node)
         return _Origin(
             node.name(),
-            _line_in("".join(node.metadata.get("traceback_", []))),
+            line_in("".join(node.metadata.get("traceback_", []))),
             None if call is None else call.module,
             1 if call is None else call.number,
             _kind(result),
@@ -312,18 +310,6 @@ def _floating(tree: Any) -> Iterator[Tensor]:
             yield tensor
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Tell whether all elements are finite; it reads the device."""
-    return bool(_values(tensor).isfinite().all())
-
-
-def _values(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
-    return tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no comparisons
-
-
 def _is_bad_input(tensor: Tensor) -> bool:
     """Tell whether a tensor holds an inf or NaN that is none of a mask's."""
     return not is_finite(tensor) and (tensor.requires_grad or _is_bad(tensor))
@@ -331,75 +317,16 @@ def _is_bad_input(tensor: Tensor) -> bool:
 
 def _is_bad(tensor: Tensor) -> bool:
     """Tell whether a tensor holds NaN or +inf, as no mask does."""
-    values = _values(tensor)
+    values = values_of(tensor)
     return bool((values.isnan() | (values.isinf() if values.is_complex() else values.isposinf())).any())
 
 
 def _kind(tensor: Tensor) -> Literal["inf", "nan"]:
-    return "nan" if bool(_values(tensor).isnan().any()) else "inf"
-
-
-def largest(tensor: Tensor) -> float:
-    """Return the largest finite magnitude; 0 if there is none."""
-    magnitudes = _values(tensor).abs()
-    finite = magnitudes[magnitudes.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+    return "nan" if bool(values_of(tensor).isnan().any()) else "inf"
 
 
 def _sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
-
-
-_NO_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_RUNS_THE_MODEL = ("kept.py", "standalone.py")
-
-
-def _is_ours(frame: FrameType | None) -> bool:
-    """Tell whether an operation is part of the checks of a step, and not of what the user computes."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
-    return os.path.dirname(file) == os.path.dirname(__file__) and os.path.basename(file) not in _RUNS_THE_MODEL
-
-
-def _is_user_code(file: str) -> bool:
-    if file.startswith(("<", *_NO_USER_CODE)):
-        return False
-    return not file.startswith(_STANDARD_LIBRARY) or f"{os.sep}site-packages{os.sep}" in file
-
-
-def line_of(frame: FrameType | None) -> str | None:
-    """Return the innermost line of the user's code."""
-    while frame is not None:
-        if _is_user_code(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
-
-
-def _line_in(traceback: str) -> str | None:
-    """Return the innermost line of the user's code in a formatted traceback."""
-    lines = [
-        (file, number) for file, number in re.findall(r'File "(.+?)", line (\d+)', traceback) if _is_user_code(file)
-    ]
-    return f"{os.path.basename(lines[-1][0])}:{lines[-1][1]}" if lines else None
-
-
-def place_of(error: BaseException, module: Module) -> tuple[str | None, str | None]:
-    """Return the innermost part of ``module`` that an error was raised in, and the innermost line of user code."""
-    names = {id(part): name for name, part in parts_of(module).items() if name}
-    place, line, traceback = None, None, error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        place = names.get(id(frame.f_locals.get("self")), place)
-        if _is_user_code(frame.f_code.co_filename):
-            line = f"{os.path.basename(frame.f_code.co_filename)}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place, line
 
 
 def _eagerly() -> AbstractContextManager[Any]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_amp_plus.diagnosis import DTYPES, Diagnosis, non_finite_inputs
+from lightning_amp_plus.diagnosis import DTYPES, Diagnosis
 from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.finite import non_finite_inputs
 from lightning_amp_plus.ladder import FallbackRules
 from lightning_amp_plus.recovery import rescue
 from lightning_amp_plus.report import PRECISIONS, Precision

@@ -13,8 +13,9 @@ from torch.nn import Module
 
 from lightning_amp_plus.batches import tensors_in
 from lightning_amp_plus.diagnosis import Diagnosis, of_batch, of_model
+from lightning_amp_plus.finite import largest
 from lightning_amp_plus.kept import parts_of
-from lightning_amp_plus.locate import Fault, Locator, Phase, largest
+from lightning_amp_plus.locate import Fault, Locator, Phase
 from lightning_amp_plus.passes import Request
 from lightning_amp_plus.proof import Attempt
 from lightning_amp_plus.report import Precision

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_amp_plus import _lightning
 from lightning_amp_plus.batches import Versions, are_unchanged, copy_containers, versions_of
-from lightning_amp_plus.diagnosis import non_finite_inputs
 from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.finite import non_finite_inputs
 from lightning_amp_plus.locate import Locator
 from lightning_amp_plus.recovery import rescue
 from lightning_amp_plus.report import Outcome

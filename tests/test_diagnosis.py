@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from lightning_amp_plus import diagnose
 from lightning_amp_plus.diagnosis import (
     Diagnosis,
-    non_finite_inputs,
-    non_finite_state,
     of_batch,
     of_error,
     of_fault,
@@ -26,6 +24,7 @@ from lightning_amp_plus.diagnosis import (
     of_parameters,
     of_scale,
 )
+from lightning_amp_plus.finite import non_finite_inputs, non_finite_state
 from lightning_amp_plus.locate import Fault
 from lightning_amp_plus.report import Precision
 
