@@ -117,11 +117,12 @@ def _raised_in(name: str | None, precision: Precision) -> str:
 
 def of_batch(where: str, tensors: Sequence[str]) -> Diagnosis:
     """Return the diagnosis of inputs that are not finite: ``where`` names the batch, ``tensors`` what is in it."""
+    which = f" ({_some(tensors)})" if tensors else ""
     return Diagnosis(
         "batch",
         None,
-        f"The inputs of {where} hold inf or NaN ({_some(tensors)}), and no precision makes the step finite: clean the"
-        " data; such a batch is skipped.",
+        f"The inputs of {where} hold inf or NaN{which}, and no precision makes the step finite: clean the data; such a"
+        " batch is skipped.",
     )
 
 
@@ -130,7 +131,7 @@ def of_parameters(names: Sequence[str], checkpoint: str | None = None) -> Diagno
     restore = f"restore {checkpoint}" if checkpoint else "restore a checkpoint from before"
     return Diagnosis(
         "parameters",
-        names[0].rpartition(".")[0] if names else None,
+        (names[0].rpartition(".")[0] or None) if names else None,
         f"Parameters or buffers of the model are not finite ({_some(names)}), and no precision makes the step finite:"
         f" {restore}. All steps that were applied had finite gradients: look at the learning rate, and what else"
         " writes them.",

@@ -183,7 +183,7 @@ class StepEngine:
 
         When a fit begins, take note of the buffers and frozen parameters that hold inf or NaN: they are meant.
         """
-        self.attempt_precision, self.raised = self._precision, None
+        self.attempt_precision, self.raised, self.passes.has_raised = self._precision, None, False
         if self.known is None and self.module is not None:
             trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
             self.known = tuple(non_finite_state(self.module, trained))
@@ -220,8 +220,9 @@ class StepEngine:
         self.skips.say(
             "again",
             logging.WARNING,
-            f"A step whose gradients overflowed cannot be run again: {why or 'another rank cannot'}. Such steps are"
-            " skipped and lower the loss scale; retries=0 does so from the start, without this warning.",
+            f"A step that was not finite cannot be run again: {why or 'another rank cannot'}. Such steps are skipped,"
+            " and lower the loss scale if their gradients overflowed; retries=0 does so from the start, without this"
+            " warning.",
         )
         return False
 
@@ -310,10 +311,10 @@ class StepEngine:
         self.tried_lower = False
         if window is not None and not attempt.is_clean:
             attempt, proof = try_again(self, request, window, attempt, trial=trial)
-        final = attempt if proof is None else proof.attempt
-        if is_applied := final is not None and final.is_finite:
-            attempt = final or attempt
-            output = attempt.output
+        last = attempt if proof is None else proof.attempt
+        applied = last if last is not None and last.is_finite else None
+        if applied is not None:
+            attempt, output = applied, applied.output
             if use != "none":
                 again = partial(self._evaluate_again, optimizer, rerun or closure)
                 kwargs["closure"] = optimizers.replay(optimizer, output, again)
@@ -324,7 +325,7 @@ class StepEngine:
             if window is not None:
                 window.rollback()
         self.passes.stepped()
-        report = self._conclude(request, attempt, proof, is_applied=is_applied)
+        report = self._conclude(request, attempt, proof, is_applied=applied is not None)
         try:
             if report.outcome == "skipped":
                 after_skip(self, report, attempt.made_at, trial=trial)

@@ -159,8 +159,7 @@ class EvaluationRescue:
         values = [*tensors_in(output), *_lightning.logged_values(self._trainer, logged, evaluates=True)]
         flags = [~value.isfinite().all() for value in values if value.is_floating_point() and value.numel()]
         flags += self._transaction.turned_non_finite()
-        first = flags[0] if flags else torch.zeros((), dtype=torch.bool)
-        bad = bool(torch.stack([flag.to(first.device) for flag in flags]).any()) if flags else False
+        bad = bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
         return bad if self._can_go_alone() else self._engine.on_any_rank(bad)
 
     def _note(self, what: str) -> None:

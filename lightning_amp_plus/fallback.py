@@ -82,7 +82,8 @@ class Fallback:
             found: The modules that compute in float32 from now on.
 
         """
-        self._rescues = (*self._rescues, report.step)
+        most = 1 if self.rules is None else self.rules.patience  # more of them never count
+        self._rescues = (*self._rescues, report.step)[-most:]
         raised = report.diagnosis is not None and report.diagnosis.cause == "unsupported"
         text = f"Optimizer step {report.step} {'raised' if raised else 'was not finite'} in {precision!r}"
         if found:

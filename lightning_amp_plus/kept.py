@@ -88,10 +88,6 @@ class KeptModules:
         self.found = tuple(names)
         return [] if self._module is None else self.attach(self._module, self._device_type)
 
-    def __contains__(self, name: object) -> bool:
-        """Tell whether a module is kept, or lies within one that is."""
-        return isinstance(name, str) and any(name == kept or name.startswith(f"{kept}.") for kept in self._undo)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": None, "_undo": {}}
 

@@ -156,20 +156,21 @@ class Locator(AbstractContextManager["Locator"]):
         if self._forward is not None or not call.is_sane:
             return
         origins = self._operations.origins
-        bad = next((t for t in _floating(output) if id(t) in origins and origins[id(t)][1] is not None), None)
-        if bad is not None:
-            origin = origins[id(bad)][1]
-            self._forward = Fault(
-                "forward",
-                call.module,
-                call.number,
-                self._counts[module],
-                _kind(bad),
-                bad.dtype,
-                largest(bad),
-                None if origin is None else origin.operation,
-                None if origin is None else origin.line,
-            )
+        for tensor in _floating(output):
+            _, origin = origins.get(id(tensor), (tensor, None))
+            if origin is not None:
+                self._forward = Fault(
+                    "forward",
+                    call.module,
+                    call.number,
+                    self._counts[module],
+                    _kind(tensor),
+                    tensor.dtype,
+                    largest(tensor),
+                    origin.operation,
+                    origin.line,
+                )
+                return
 
     # What the mode tells.
 

@@ -116,9 +116,9 @@ class StepTries:
                     if attempt.verdict.non_finite != "gradients":
                         break
         except Exception as error:
-            if self._engine.agree is not None or self._engine.passes_through(error):
-                if not is_out_of_memory(error) or self._engine.agree is not None:
-                    raise
+            if self._ends_the_run(error):
+                raise
+            if is_out_of_memory(error):
                 self._engine.fallback.drop(precision)
             self._engine.passes.clear(self._request.optimizer)
             return None
@@ -137,8 +137,8 @@ class StepTries:
             request = replace(self._request, hooks=None, clipping=None)
             is_static = not self._engine.loss_scaler.loss_scale.dynamic
             self.holds_at_floor = is_static and self._engine.check(request, None).is_finite
-        except Exception:
-            if self._engine.agree is not None:
+        except Exception as error:  # as the first attempt may have: what was seen until then is what is asked for
+            if self._ends_the_run(error):
                 raise
         self._engine.passes.clear(self._request.optimizer)
         return self._engine.agreed(locator.fault(phase) or locator.fault("backward"))  # or of an inner backward
@@ -157,6 +157,11 @@ class StepTries:
         if self._engine.skips.is_last(self._request.index) and self.can_run:
             fault = self.locate(phase, self._engine.attempt_precision)
         return of_model(phase, fault, self._engine.attempt_precision)
+
+    def _ends_the_run(self, error: Exception) -> bool:
+        """Tell whether an error of an attempt is not just its failure: on several ranks the others would wait."""
+        engine = self._engine
+        return engine.agree is not None or (engine.passes_through(error) and not is_out_of_memory(error))
 
     @property
     def _module(self) -> Module:

@@ -100,6 +100,11 @@ def test_of_many_names_three_are_listed() -> None:
     assert "(a, b, c)" in str(of_batch("batch 3", list("abc")))
 
 
+def test_what_only_another_rank_has_seen_is_said_without_an_empty_list_or_name() -> None:
+    assert "of another rank's batch hold inf or NaN, and no precision" in str(of_batch("another rank's batch", []))
+    assert of_parameters(["on another rank"]).module is None
+
+
 def test_broken_parameters_are_said_with_the_checkpoint_to_restore_and_their_module() -> None:
     diagnosis = of_parameters(["encoder.wo.weight", "head.bias"], "last.ckpt")
     assert (diagnosis.cause, diagnosis.module) == ("parameters", "encoder.wo")

@@ -1603,3 +1603,10 @@ def test_a_rank_that_is_alone_in_a_wider_precision_scales_as_the_others_do() -> 
         with engine.backward(loss, [optimizer], keep_true=False) as scaled:
             scales.append(scaled.item())
     assert scales == [2.0**15, 2.0**15, 2.0**18]
+
+
+def test_a_window_begins_without_what_an_error_has_left_of_the_last() -> None:
+    engine = engine_of()
+    engine.attempt_precision, engine.passes.has_raised = "32-true", True
+    engine.begin_window()
+    assert (engine.attempt_precision, engine.passes.has_raised, engine.raised) == ("16-mixed", False, None)

@@ -148,14 +148,6 @@ def test_modules_found_earlier_that_are_no_longer_there_are_returned() -> None:
     assert model.seen(1)["wo"] == torch.float32
 
 
-def test_a_module_is_kept_if_it_is_or_lies_within_one_that_is() -> None:
-    kept = KeptModules(["blocks.1"])
-    kept.attach(nn.ModuleDict({"blocks": Net().blocks, "blocks1": nn.Identity()}), "cpu")
-    assert [name in kept for name in ("blocks.1", "blocks.1.wo", "blocks.10", "blocks.0", "blocks", "", None)] == [
-        True, True, False, False, False, False, False,
-    ]  # fmt: skip
-
-
 def test_nothing_is_left_on_the_modules_afterwards() -> None:
     model = Net()
     before, keys = state_of(model), list(model.state_dict())
@@ -213,12 +205,13 @@ def test_a_model_that_is_copied_or_pickled_meanwhile_computes_with_its_own_weigh
 
 def test_its_own_copy_and_pickle_hold_no_module_and_know_what_was_found() -> None:
     kept = KeptModules(["*.wo"])
-    kept.attach(Net(), "cpu")
+    model = Net()
+    kept.attach(model, "cpu")
     kept.find(["blocks.0"])
     other = pickle.loads(pickle.dumps(kept))  # noqa: S301
-    assert (other.patterns, other.found, "blocks.0" in other) == (("*.wo",), ("blocks.0",), False)
+    assert (other.patterns, other.found) == (("*.wo",), ("blocks.0",))
     other.detach()
-    assert "blocks.0" in kept
+    assert "forward" in vars(model.blocks[0])  # of the original
 
 
 def compiled(module: nn.Module) -> Any:

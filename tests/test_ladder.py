@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from lightning_amp_plus.fallback import Fallback
 from lightning_amp_plus.hardware import PrecisionChoice
 from lightning_amp_plus.ladder import FallbackRules
-from lightning_amp_plus.report import PRECISIONS, Precision
+from lightning_amp_plus.report import PRECISIONS, Precision, StepReport
+from lightning_amp_plus.skips import Skips
 
 EMULATES = PrecisionChoice("16-mixed", "float16 is native, bfloat16 is emulated", emulates_bfloat16=True)
 NATIVE = PrecisionChoice("bf16-mixed", "bfloat16 is native")
@@ -103,3 +105,14 @@ def test_the_narrower_precision_is_tried_again_after_twice_as_long_for_each_fail
     firsts = [next(n for n in range(100) if rules.tries_again(n, failed)) for failed in range(4)]
     assert firsts == [10, 20, 40, 80]
     assert not FallbackRules().tries_again(10**9, 0)
+
+
+def test_of_the_rescued_steps_only_those_that_may_count_are_kept() -> None:
+    fallback = Fallback(Skips(10, lambda level, text: None))
+    fallback.rules = FallbackRules(patience=2, within_steps=5)
+    for step in (0, 10, 20, 30):
+        assert not fallback.moves_at(step)
+        fallback.note_rescue(StepReport(step, 0, "32-true", 1.0, 4, "applied", rescued=True), "16-mixed", None, ())
+    assert fallback.state_dict()["rescues"] == [20, 30]
+    assert fallback.moves_at(34)
+    assert not fallback.moves_at(35)

@@ -952,3 +952,18 @@ def test_a_kept_module_that_is_no_longer_there_is_told_and_left_out() -> None:
 
     with pytest.warns(RuntimeWarning, match="is left out: gone"):
         make_trainer(plugin, callbacks=[rescues(), Loads()]).fit(Net(), batches(1))
+
+
+def test_what_ends_a_run_on_purpose_is_not_taken_for_a_failed_attempt() -> None:
+    """Not in the run that looks on either: the third one."""
+
+    class Ends(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if len(self.calls) == 3:
+                raise StopIteration
+            return loss * (NAN if self.calls[-1] is torch.float16 else 1)
+
+    module = Ends()
+    fit(module, batches(2), rescues())  # Lightning ends the epoch
+    assert module.calls == [torch.float16, torch.float32, torch.float16]
