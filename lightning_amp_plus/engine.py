@@ -18,6 +18,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_amp_plus.aftermath import after_proof, after_skip
 from lightning_amp_plus.checks import Agree
 from lightning_amp_plus.diagnosis import Diagnosis, of_parameters
 from lightning_amp_plus.fallback import Fallback
-from lightning_amp_plus.finish import Clipping
+from lightning_amp_plus.finish import Clipping, Look
 from lightning_amp_plus.finite import non_finite_state
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.held import has_gradients
@@ -76,6 +77,7 @@ class StepEngine:
         fallback: When the run goes on in a wider precision, and in which.
         exempt: Kinds of errors that end a run on purpose, and are never put to the proof.
         checkpoint: Returns what a broken model can be restored from, if there is something.
+        observers: Called with the report of each step, when all that follows from it is done.
 
     """
 
@@ -99,6 +101,7 @@ class StepEngine:
         self.known: tuple[str, ...] | None = None
         self.exempt: tuple[type[Exception], ...] = ()
         self.checkpoint: Callable[[], str | None] = _no_checkpoint
+        self.observers: list[Callable[[StepReport], None]] = []
         self.retries = retries
         self.agree = agree
         self.restart()
@@ -141,6 +144,7 @@ class StepEngine:
         self.kept.find(())
         self.fallback.restart()
         self._norm_requested = False
+        self._looks: tuple[Look, ...] = ()
         self.release()
 
     def release(self) -> None:
@@ -157,6 +161,11 @@ class StepEngine:
     def request_grad_norm(self) -> None:
         """Have the steps until :meth:`end_iteration` measure ``last_step.grad_norm``; on every rank, or on none."""
         self._norm_requested = True
+
+    def request_look(self, look: Look) -> None:
+        """Have ``look`` see the gradients of the steps until :meth:`end_iteration`, before any hook and clipping."""
+        if look not in self._looks:
+            self._looks = (*self._looks, look)
 
     def watch(self, module: Module, device_type: str) -> None:
         """Take up a run of ``module``, whose kept modules compute in float32 from now on, until :meth:`unwatch`."""
@@ -177,6 +186,7 @@ class StepEngine:
         """Leave nothing on the module."""
         self.kept.detach()
         self.module, self.known, self.checkpoint = None, None, _no_checkpoint
+        self.observers, self._looks = [], ()
 
     def begin_window(self) -> None:
         """Begin a window in the run's precision, whatever the last one has ended in.
@@ -189,7 +199,8 @@ class StepEngine:
             self.known = tuple(non_finite_state(self.module, trained))
 
     def __getstate__(self) -> dict[str, Any]:
-        of_a_run = {"module": None, "known": None, "locator": None, "checkpoint": _no_checkpoint}
+        of_a_run: dict[str, Any] = {"module": None, "known": None, "locator": None, "checkpoint": _no_checkpoint}
+        of_a_run |= {"observers": [], "_looks": ()}
         return {**self.__dict__, **of_a_run}
 
     # What may be tried ------------------------------------------------------------------------------------------------
@@ -306,7 +317,7 @@ class StepEngine:
         if use == "required" and self.scaler is not None:
             raise optimizers.refusal(optimizer)
         output = closure()
-        request = Request(optimizer, index, automatic, hooks, clipping, self._norm_requested)
+        request = Request(optimizer, index, automatic, hooks, clipping, self._norm_requested, self._looks)
         attempt, proof = self.check(request, output), None
         self.tried_lower = False
         if window is not None and not attempt.is_clean:
@@ -326,6 +337,7 @@ class StepEngine:
                 window.rollback()
         self.passes.stepped()
         report = self._conclude(request, attempt, proof, is_applied=applied is not None)
+        moved_to = self.fallback.next_precision  # after another step of the iteration
         try:
             if report.outcome == "skipped":
                 after_skip(self, report, attempt.made_at, trial=trial)
@@ -336,8 +348,14 @@ class StepEngine:
         finally:
             self.passes.anomaly = self.raised = None
             self.attempt_precision = self.precision
+            report = self.last_step or report
+            if self.fallback.next_precision != moved_to:
+                self.last_step = report = replace(report, moves_to=self.fallback.next_precision)
             if automatic:
                 self.end_iteration()
+            if not trial:
+                for observer in self.observers:
+                    observer(report)
         return output
 
     def end_iteration(self) -> None:
@@ -348,7 +366,7 @@ class StepEngine:
             goes_on = any(self.skips.in_a_row.values()) or bool(self.fallback.located)  # of an optimizer at rest
             self.fallback.is_suspect = self.fallback.is_suspect and goes_on
         self._iteration_is_clean = None
-        self._norm_requested = False
+        self._norm_requested, self._looks = False, ()
         self.iteration.clear()
         if self.fallback.next_precision is not None:
             self.precision, self.fallback.next_precision = self.fallback.next_precision, None
@@ -377,7 +395,8 @@ class StepEngine:
     def _conclude(self, request: Request, attempt: Attempt, proof: Proof | None, *, is_applied: bool) -> StepReport:
         """Report and count a step, from its last attempt and what was tried before that."""
         outcome: Outcome = "applied" if is_applied else "skipped"
-        attempts = 1 if proof is None else proof.attempts
+        tried = () if proof is None or len(proof.tried) == 1 else proof.tried
+        attempts = len(tried) or 1
         rescued = proof is not None and proof.rescued
         self.last_step = report = StepReport(
             step=self.counters.steps,
@@ -391,6 +410,8 @@ class StepEngine:
             clipped=attempt.verdict.clipped,
             rescued=rescued,
             diagnosis=None if proof is None else proof.diagnosis,
+            tried=tried,
+            kept=() if proof is None else proof.found,
         )
         self.counters = self.counters.after(outcome, attempts, rescued=rescued)
         self.iteration.append(outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,12 @@ from lightning_amp_plus import gradients, optimizers
 from lightning_amp_plus.checks import Agree, Evidence, Finding, read
 from lightning_amp_plus.held import HeldGradients
 from lightning_amp_plus.report import Place
+
+Look = Callable[[Optimizer, float, float], None]
+"""Gets an optimizer, what its finite gradients are multiplied by now, and the loss scale that they were made with.
+
+It may read them, and change nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ def finish(
     clipping: Clipping | None,
     *,
     wants_norm: bool,
+    looks: Sequence[Look] = (),
+    made_at: float = 1.0,
 ) -> Verdict:
     """Check the gradients of ``optimizer``, show them to the user's hooks, and make them what the optimizer is to see.
 
@@ -59,6 +67,8 @@ def finish(
         hooks: Code of the user's that sees, and may change, the true gradients before clipping.
         clipping: What to clip them to.
         wants_norm: Whether the norm is wanted that ``hooks`` are shown, where it costs a pass.
+        looks: What is to see the gradients before ``hooks`` do.
+        made_at: The loss scale that they were made with.
 
     """
     max_norm = clipping.threshold if clipping is not None and clipping.algorithm == "norm" else None
@@ -73,6 +83,8 @@ def finish(
     if found.non_finite is not None:
         return Verdict(found.non_finite, has_raised=found.has_raised)
     shown_norm = found.value
+    for look in looks:
+        look(optimizer, held.scale, made_at)
     if found.again:
         if held.scale != 1:
             _unscale(grads, held)

@@ -118,7 +118,7 @@ class Locator(AbstractContextManager["Locator"]):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_eagerly())
+            stack.enter_context(eagerly())
             for name, module in parts_of(self._module).items():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
@@ -330,7 +330,7 @@ def _sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _eagerly() -> AbstractContextManager[Any]:
+def eagerly() -> AbstractContextManager[Any]:
     """Have compiled code run eagerly, which torch can do from 2.6 on."""
     stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if stance is None else stance("force_eager")

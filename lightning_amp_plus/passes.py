@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_amp_plus import gradients
 from lightning_amp_plus.checks import Agree, Evidence
-from lightning_amp_plus.finish import Clipping, Verdict, finish
+from lightning_amp_plus.finish import Clipping, Look, Verdict, finish
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.held import HeldGradients, has_gradients
 from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE, scale_loss
@@ -33,6 +33,7 @@ class Request:
         hooks: Code of the user's that sees, and may change, the true gradients before clipping.
         clipping: What to clip the gradients to.
         wants_norm: Whether their norm is wanted, where it costs a pass.
+        looks: What is to see the gradients before the hooks do.
 
     """
 
@@ -42,6 +43,11 @@ class Request:
     hooks: Callable[[], None] | None
     clipping: Clipping | None
     wants_norm: bool
+    looks: tuple[Look, ...] = ()
+
+    def as_a_test(self) -> Request:
+        """Return the request for an attempt that is not applied: no code of others sees it."""
+        return replace(self, hooks=None, clipping=None, looks=())
 
 
 class BackwardPasses:
@@ -56,6 +62,8 @@ class BackwardPasses:
         agree: Reduces a small float32 tensor over all ranks by its maximum; ``None`` on one process.
         began_fresh: Whether the optimizers had no gradients before the first pass.
         count: How many passes there were.
+        attempt: How often they were begun again, in this run.
+        running_at: What gradients are multiplied by in the pass that is running; 1 outside of one.
         has_raised: Whether what they belong to has raised and was run again.
         has_raised_anywhere: Whether that is so on any rank.
         has_half_loss: Whether the last loss was float16, which limits the scale; ``None`` before the first.
@@ -66,6 +74,7 @@ class BackwardPasses:
         self.loss_scaler = loss_scaler
         self.agree: Agree | None = None
         self._held = HeldGradients()
+        self.attempt = 0
         self.release()
 
     def release(self) -> None:
@@ -77,6 +86,7 @@ class BackwardPasses:
         self._others: list[tuple[Tensor, Tensor | None]] = []  # and their gradients before the step
         self.began_fresh = True
         self.count = 0
+        self.running_at = 1.0
         self.has_half_loss: bool | None = None
         self.has_raised = self.has_raised_anywhere = False
         self.at_scale: float | None = None
@@ -106,6 +116,7 @@ class BackwardPasses:
             scale = min(scale, FLOAT16_LOSS_MAX_SCALE)
         self._held.begin(scale, among, others, fresh=fresh, keep_true=keep_true)
         self.blamed = False
+        self.running_at = scale
         try:
             yield scale_loss(loss, scale)
         except BaseException as error:
@@ -113,6 +124,8 @@ class BackwardPasses:
             if not self._is_anomaly(error):
                 raise
             return
+        finally:
+            self.running_at = 1.0
         if keep_true:
             self._held.settle()
 
@@ -163,6 +176,8 @@ class BackwardPasses:
             request.hooks,
             request.clipping,
             wants_norm=request.wants_norm,
+            looks=request.looks,
+            made_at=made_at or 1.0,
         )
         self.has_raised_anywhere = verdict.has_raised
         return verdict, made_at
@@ -179,6 +194,7 @@ class BackwardPasses:
     def begin_again(self, scale: float | None = None) -> None:
         """Forget the passes, for other ones, at a scale of their own if it is given."""
         self._loss, self.anomaly, self.at_scale = None, None, scale
+        self.attempt += 1
 
     def stepped(self) -> None:
         """Take note that a step has used what the passes have left."""

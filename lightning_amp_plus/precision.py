@@ -130,6 +130,18 @@ class AdaptiveMixedPrecisionMixin(StatefulPrecision):
             f" {other} import it from {module})"
         )
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """The arguments that it was made with, but for ``loss_scale``."""
+        engine = self._engine
+        return {
+            "precision": self._asked_for,
+            "max_skipped": engine.skips.max_skipped,
+            "retries": engine.retries,
+            "exclude_buffers": self._exclude_buffers,
+            "keep_fp32": engine.kept.patterns,
+        }
+
     # Set-up -----------------------------------------------------------------------------------------------------------
 
     @override

@@ -20,7 +20,7 @@ from lightning_amp_plus.diagnosis import OF_STATIC_SCALE, Diagnosis, of_fault
 from lightning_amp_plus.finish import Verdict
 from lightning_amp_plus.ladder import FallbackRules
 from lightning_amp_plus.locate import Fault, Phase
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.report import Precision, Try
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Proof:
         rescued: Whether a wider precision, or a module kept in one, made it finite.
         failed_at: The lowest loss scale that was too high; ``None`` if it was not the scale.
         found: The modules that were found to need float32.
-        attempts: How often the window was run.
+        tried: The precision and the loss scale of each attempt.
 
     """
 
@@ -106,7 +106,7 @@ class Proof:
     rescued: bool = False
     failed_at: float | None = None
     found: tuple[str, ...] = ()
-    attempts: int = 1
+    tried: tuple[Try, ...] = ()
 
 
 def prove(

@@ -14,6 +14,7 @@ from lightning_amp_plus.locate import Fault
 from lightning_amp_plus.loss_scale import FLOAT16_LOSS_MAX_SCALE
 from lightning_amp_plus.passes import Request
 from lightning_amp_plus.proof import Attempt, Proof, go_on_after_error, prove
+from lightning_amp_plus.report import Try
 from lightning_amp_plus.tries import StepTries, Window
 
 if TYPE_CHECKING:
@@ -89,11 +90,13 @@ def try_again(
         The last attempt in the run's precision, and what was proved.
 
     """
-    tries, kept = StepTries(engine, request, window), engine.kept.found
-    first_raised = attempt.verdict.has_raised
+    tried: list[Try] = [(attempt.precision, attempt.made_at or 1.0)]
+    if attempt.verdict.has_raised:
+        tried.insert(0, (engine.precision, attempt.made_at or 1.0))
+    tries, kept = StepTries(engine, request, window, tried), engine.kept.found
     attempt, proof = _try(engine, tries, attempt, trial=trial)
     found = tuple(name for name in engine.kept.found if name not in kept)
-    return attempt, replace(proof, found=found, attempts=tries.count + first_raised)
+    return attempt, replace(proof, found=found, tried=tuple(tries.tried))
 
 
 def _try(engine: StepEngine, tries: StepTries, attempt: Attempt, *, trial: bool) -> tuple[Attempt, Proof]:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 Precision = Literal["16-mixed", "bf16-mixed", "32-true"]
 Outcome = Literal["applied", "skipped"]
 Place = Literal["loss", "gradients", "hook"]
+Try = tuple[Precision, float]
+"""An attempt: its precision, and its loss scale, which is 1 without loss scaling."""
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 """From narrow to wide."""
@@ -41,6 +43,9 @@ class StepReport:
         clipped: Whether clipping by norm made the gradients smaller; ``None`` where the plugin did not clip by norm.
         rescued: Whether the step was applied only because a wider precision, or a module kept in one, made it finite.
         diagnosis: Why an attempt failed; ``None`` for a clean step, and where nothing was found out.
+        tried: The precision and the loss scale of each attempt, in order; empty if there was only one.
+        moves_to: The precision that the run goes on in after this step; ``None`` if it stays where it is.
+        kept: The modules that this step has shown to need float32, and that compute in it from now on.
 
     """
 
@@ -55,6 +60,14 @@ class StepReport:
     clipped: bool | None = None
     rescued: bool = False
     diagnosis: Diagnosis | None = None
+    tried: tuple[Try, ...] = ()
+    moves_to: Precision | None = None
+    kept: tuple[str, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the first attempt was applied."""
+        return self.attempts == 1 and self.outcome == "applied"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +14,10 @@ from typing_extensions import override
 from lightning_amp_plus import _lightning
 from lightning_amp_plus.checkpoint import had_moved, load_state, state_of, stock_state_of
 from lightning_amp_plus.engine import StepEngine
+from lightning_amp_plus.finish import Look
 from lightning_amp_plus.grad_scaler import DynamicLossScaler
 from lightning_amp_plus.ladder import FallbackRules
+from lightning_amp_plus.loss_scale import LossScale
 from lightning_amp_plus.mailbox import Mailbox
 from lightning_amp_plus.report import Precision, StepCounters, StepReport
 from lightning_amp_plus.window import TrainingWindow
@@ -67,6 +70,11 @@ class StatefulPrecision(_MixedPrecision):
         return self._up_to_date().last_step
 
     @property
+    def loss_scale(self) -> LossScale:
+        """The rules of loss scaling."""
+        return self._engine.loss_scaler.loss_scale
+
+    @property
     def max_skipped(self) -> int:
         """How many steps of one optimizer may be skipped in a row."""
         return self._engine.skips.max_skipped
@@ -100,6 +108,38 @@ class StatefulPrecision(_MixedPrecision):
         On every rank, or on none. It costs one reading pass in float16 where nothing is clipped, and nothing elsewhere.
         """
         self._engine.request_grad_norm()
+
+    def request_look(self, look: Look) -> None:
+        """Have the next step show its gradients; in manual optimization, the steps of the next iteration.
+
+        Args:
+            look: Called with the optimizer, what its finite gradients are multiplied by, and the loss scale that they
+                were made with. It may read them, and change nothing. A step that is skipped shows none, one that is run
+                again once.
+
+        """
+        self._engine.request_look(look)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied by in the backward that is running; 1 outside of one, or without scaling."""
+        return self._engine.passes.running_at
+
+    @property
+    def attempt(self) -> int:
+        """A number that differs from attempt to attempt of a step."""
+        return self._engine.passes.attempt
+
+    def silence(self) -> None:
+        """Tell nothing of what happens, where the run is only a rehearsal."""
+        self._engine.skips.notify = _tell_nobody
+
+    def observe(self, observer: Callable[[StepReport], None]) -> None:
+        """Have ``observer`` called with the report of each step, when all that follows from it is done.
+
+        A callback does so in its ``setup``, for one run. It is called for a step that ends the fit as well.
+        """
+        self._engine.observers.append(observer)
 
     # Runs -------------------------------------------------------------------------------------------------------------
 
@@ -185,6 +225,10 @@ class StatefulPrecision(_MixedPrecision):
         name = next((name for name in names if name in checkpoint), names[0])
         if name != names[0]:  # Lightning loads the first itself, but not that of a subclass, or of stock
             self.load_state_dict(checkpoint[name])
+
+
+def _tell_nobody(level: int, text: str) -> None:
+    """Nobody is to know."""
 
 
 @rank_zero_only

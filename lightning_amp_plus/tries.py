@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from lightning_amp_plus.kept import parts_of
 from lightning_amp_plus.locate import Fault, Locator, Phase
 from lightning_amp_plus.passes import Request
 from lightning_amp_plus.proof import Attempt
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.report import Precision, Try
 
 if TYPE_CHECKING:
     from lightning_amp_plus.engine import StepEngine
@@ -51,16 +50,17 @@ class StepTries:
         engine: What makes the step.
         request: What is asked of it.
         window: What it is computed from; ``None`` if that cannot be run again.
+        tried: The attempts that it has had.
 
     Attributes:
-        count: How many attempts there were.
+        tried: The precision and the loss scale of each attempt, beginning with the first.
         holds_at_floor: Whether the run's precision holds the window at the lowest loss scale, as :meth:`locate` found.
 
     """
 
-    def __init__(self, engine: StepEngine, request: Request, window: Window | None) -> None:
+    def __init__(self, engine: StepEngine, request: Request, window: Window | None, tried: Sequence[Try] = ()) -> None:
         self._engine, self._request, self._window = engine, request, window
-        self.count = 1
+        self.tried = list(tried)
         self.holds_at_floor = False
         self._can_run: bool | None = None
 
@@ -99,7 +99,7 @@ class StepTries:
 
         """
         output = self._run(scale)
-        request = self._request if is_final else replace(self._request, hooks=None, clipping=None)
+        request = self._request if is_final else self._request.as_a_test()
         return self._engine.check(request, output)
 
     def attempt(self, precision: Precision, measure: str | None = None, *, is_final: bool = True) -> Attempt | None:
@@ -134,7 +134,7 @@ class StepTries:
         try:
             with locator:
                 self._run(self._engine.loss_scaler.loss_scale.min_scale)
-            request = replace(self._request, hooks=None, clipping=None)
+            request = self._request.as_a_test()
             is_static = not self._engine.loss_scaler.loss_scale.dynamic
             self.holds_at_floor = is_static and self._engine.check(request, None).is_finite
         except Exception as error:  # as the first attempt may have: what was seen until then is what is asked for
@@ -171,8 +171,8 @@ class StepTries:
     def _run(self, scale: float) -> Any:
         if self._window is None:
             raise RuntimeError("There is no window to run again.")  # `can_run` is to be asked first
-        self.count += 1
-        passes = self._engine.passes
+        precision, passes = self._engine.attempt_precision, self._engine.passes
+        self.tried.append((precision, scale if precision == "16-mixed" else 1.0))
         passes.clear(self._request.optimizer)  # first: one attempt at a time is what fits into memory
         passes.begin_again(scale)
         try:
