@@ -36,10 +36,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, PrecisionFallback
+from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, DynamicRangeMonitor, LossScale, PrecisionFallback
 
 Name = Literal["16-mixed", "bf16-mixed", "32-true"]
 Plugin = Callable[[Name], Precision]
+Callbacks = Callable[[], list[Callback]]
 Measure = Callable[["Turn"], float]
 INIT_SCALE = 2.0**8  # low enough that nothing overflows: these are the costs of clean steps
 MIXED: tuple[Name, ...] = ("16-mixed", "bf16-mixed")
@@ -260,15 +261,30 @@ def perceptron(setup: Setup, size: tuple[int, int, int]) -> tuple[Perceptron, Te
     return Perceptron(width, depth), torch.randn(batch_size, width, device=setup.device)
 
 
+def no_callbacks() -> list[Callback]:
+    return []
+
+
+def both_callbacks() -> list[Callback]:
+    return [PrecisionFallback(), AMPMonitor(summary=False)]
+
+
+def monitor() -> list[Callback]:
+    return [AMPMonitor(summary=False)]
+
+
+def range_monitor() -> list[Callback]:
+    return [DynamicRangeMonitor(every_n_steps=1)]
+
+
 def step_time(
-    setup: Setup, plugin: Plugin, precision: Name, large: bool, everything: bool = False, *, turn: Turn
+    setup: Setup, plugin: Plugin, precision: Name, large: bool, callbacks: Callbacks = no_callbacks, *, turn: Turn
 ) -> float:
     """Seconds per step inside a fit: mean over its steps after a warm-up."""
     module, batch = perceptron(setup, setup.large[precision] if large else setup.tiny)
     steps = setup.large_steps if large else setup.tiny_steps
     meter = Meter(setup.now, max(2, steps // 5), steps, turn)
-    callbacks: list[Callback] = [PrecisionFallback(), AMPMonitor()] if everything else []
-    fit(setup, plugin(precision), module, batch, meter.batches, [meter, *callbacks])
+    fit(setup, plugin(precision), module, batch, meter.batches, [meter, *callbacks()])
     return meter.per_step
 
 
@@ -287,7 +303,7 @@ def syncs_per_step(setup: Setup, plugin: Plugin, precision: Name, everything: bo
     module, batch = perceptron(setup, setup.tiny)
     counter = SyncCounter(setup.device)
     meter = Meter(lambda: counter.count, 10, setup.tiny_steps)
-    callbacks: list[Callback] = [PrecisionFallback(), AMPMonitor()] if everything and plugin == setup.ours else []
+    callbacks = both_callbacks() if everything and plugin == setup.ours else []
     with counter, HostReads(counter):
         clip = 1.0 if everything else None
         fit(setup, plugin(precision), module, batch, meter.batches, [meter, *callbacks], clip)
@@ -365,8 +381,8 @@ def keep_freed_memory() -> None:
 def print_table(setup: Setup) -> None:
     ours, stock, repeats = setup.ours, setup.stock, setup.repeats
 
-    def step(plugin: Plugin, precision: Name, large: bool, everything: bool = False) -> Measure:
-        return lambda turn: step_time(setup, plugin, precision, large, everything, turn=turn)
+    def step(plugin: Plugin, precision: Name, large: bool, callbacks: Callbacks = no_callbacks) -> Measure:
+        return lambda turn: step_time(setup, plugin, precision, large, callbacks, turn=turn)
 
     def optimizer(plugin: Plugin, precision: Name, kind: str, clip: float | None) -> Measure:
         return lambda turn: optimizer_time(setup, plugin, precision, kind, clip, turn=turn)
@@ -381,9 +397,14 @@ def print_table(setup: Setup) -> None:
         small, large = targets[precision]
         baseline = step(stock, precision, False)
         paired(f"step, small model, {precision}", repeats, step(ours, precision, False), baseline, small)
-        paired(f"step, small model, both callbacks, {precision}", repeats, step(ours, precision, False, True), baseline)
+        with_both = step(ours, precision, False, both_callbacks)
+        paired(f"step, small model, both callbacks, {precision}", repeats, with_both, baseline)
+        measures = step(ours, precision, False, monitor), step(ours, precision, False)
+        paired(f"step, small model, AMPMonitor / without, {precision}", repeats, *measures, 1.02)
         measures = step(ours, precision, True), step(stock, precision, True)
         paired(f"step, large model, {precision}", repeats, *measures, large)
+        measures = step(ours, precision, True, range_monitor), step(ours, precision, True)
+        paired(f"step seen by DynamicRangeMonitor, large, {precision}", repeats, *measures)
     measures = step(ours, "bf16-mixed", True), step(ours, "32-true", True)
     paired("step, large model, our bf16-mixed / our 32-true", repeats, *measures)
 

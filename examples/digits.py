@@ -13,6 +13,7 @@ Run it from anywhere; it needs no GPU and takes seconds::
     python examples/digits.py --precision 16-mixed --hot           # activations beyond fp16's 65504: it falls back
     python examples/digits.py --precision 16-mixed --hot --scope module   # one layer in fp32, the rest stays in fp16
     python examples/digits.py --precision 16-mixed --hot --stock   # Lightning's own plugin, which learns nothing
+    python examples/digits.py --precision 16-mixed --hot --report  # a page about the run: report.html
 
 It ends with a short table and the path of a picture: the loss and the loss scale over the steps.
 """
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, PrecisionFallback
+from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, DynamicRangeMonitor, LossScale, PrecisionFallback
 
 PRECISIONS = {"10.0": "16-mixed", "7.0": "bf16-mixed", "23.0": "32-true"}  # by ``amp/mantissa_bits``
 BLUE, ORANGE = "#0072B2", "#D55E00"  # of Okabe and Ito: colour-blind readers tell them apart
@@ -195,6 +196,7 @@ def parse_arguments() -> argparse.Namespace:
         "--scope", choices=("model", "module"), default="model", help="what goes on in a wider precision"
     )
     parser.add_argument("--stock", action="store_true", help="use Lightning's own plugin instead, for comparison")
+    parser.add_argument("--report", action="store_true", help="measure magnitudes too, and write a page about the run")
     parser.add_argument("--epochs", type=int, default=15, help="passes over the training images (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batch order (default: %(default)s)")
     parser.add_argument("--log-dir", default="lightning_logs/digits", help="default: %(default)s")
@@ -225,7 +227,10 @@ def main() -> None:
     else:
         # A loss scale grows after 2,000 clean steps by default, which is more than this run has.
         plugin = AdaptiveMixedPrecision(arguments.precision, LossScale(growth_interval=30))
-        callbacks = [PrecisionFallback(scope=arguments.scope), AMPMonitor(prog_bar=True)]
+        # The table at the end is this program's own, which stock has too.
+        callbacks = [PrecisionFallback(scope=arguments.scope), AMPMonitor(summary=False, report=arguments.report)]
+        if arguments.report:
+            callbacks.append(DynamicRangeMonitor(every_n_steps=22))
     if not arguments.no_progress:
         callbacks.append(TQDMProgressBar())
     logger = CSVLogger(arguments.log_dir, name=None)

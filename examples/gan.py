@@ -142,7 +142,7 @@ def main() -> None:
     model = DigitsGAN(steps=arguments.epochs * len(loader))
 
     plugin = AdaptiveMixedPrecision(arguments.precision)
-    callbacks: list[Callback] = [PrecisionFallback(), AMPMonitor()]
+    callbacks: list[Callback] = [PrecisionFallback(), AMPMonitor(summary=False)]
     if not arguments.no_progress:
         callbacks.append(TQDMProgressBar())
     logger = CSVLogger(arguments.log_dir, name=None)

@@ -6,11 +6,18 @@
 import pytorch_lightning as pl
 from pytorch_lightning.plugins import MixedPrecision
 
+from lightning_amp_plus.advice import PrecisionAdvice as PrecisionAdvice
+from lightning_amp_plus.callbacks.dynamic_range import DynamicRangeMonitorMixin
 from lightning_amp_plus.callbacks.fallback import PrecisionFallbackMixin
 from lightning_amp_plus.callbacks.monitor import AMPMonitorMixin
 from lightning_amp_plus.diagnosis import Diagnosis as Diagnosis
+from lightning_amp_plus.dynamic_range import DynamicRange as DynamicRange
+from lightning_amp_plus.finder import find_precision as find_precision
 from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
+from lightning_amp_plus.history import RunHistory as RunHistory
 from lightning_amp_plus.loss_scale import LossScale as LossScale
+from lightning_amp_plus.plotting import plot_dynamic_range as plot_dynamic_range
+from lightning_amp_plus.plotting import plot_loss_scale as plot_loss_scale
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
 from lightning_amp_plus.report import StepCounters as StepCounters
 from lightning_amp_plus.report import StepReport as StepReport
@@ -29,3 +36,7 @@ class PrecisionFallback(PrecisionFallbackMixin, pl.Callback):
 
 class AMPMonitor(AMPMonitorMixin, pl.Callback):
     __doc__ = AMPMonitorMixin.__doc__
+
+
+class DynamicRangeMonitor(DynamicRangeMonitorMixin, pl.Callback):
+    __doc__ = DynamicRangeMonitorMixin.__doc__

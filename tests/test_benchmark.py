@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[1]
 MIXED_ROWS = (
     "step, small model, {}",
     "step, small model, both callbacks, {}",
+    "step, small model, AMPMonitor / without, {}",
+    "step seen by DynamicRangeMonitor, large, {}",
     "step, large model, {}",
     "optimizer, foreach, {}",
     "optimizer, fused, {}",

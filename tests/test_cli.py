@@ -90,9 +90,22 @@ NON_DEFAULT: dict[str, dict[str, Any]] = {
         "max_modules": 4,
         "retry_after": 1000,
     },
-    "AMPMonitor": {"prog_bar": True},
+    "AMPMonitor": {
+        "prog_bar": False,
+        "underflow": True,
+        "every_n_steps": 7,
+        "incidents": False,
+        "summary": False,
+        "report": True,
+    },
+    "DynamicRangeMonitor": {"every_n_steps": 9},
 }
-OPTION = {"AdaptiveMixedPrecision": "plugins", "PrecisionFallback": "callbacks", "AMPMonitor": "callbacks"}
+OPTION = {
+    "AdaptiveMixedPrecision": "plugins",
+    "PrecisionFallback": "callbacks",
+    "AMPMonitor": "callbacks",
+    "DynamicRangeMonitor": "callbacks",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +126,7 @@ def config_of(world: World, loss_scale: Any) -> dict[str, Any]:
     return {
         "trainer": {
             "plugins": [blocks["AdaptiveMixedPrecision"]],
-            "callbacks": [blocks["PrecisionFallback"], blocks["AMPMonitor"]],
+            "callbacks": [blocks["PrecisionFallback"], blocks["AMPMonitor"], blocks["DynamicRangeMonitor"]],
         }
     }
 
@@ -180,7 +193,8 @@ def test_yaml_sets_every_argument(world: World, has_class_path: bool, tmp_path: 
             "ladder": ("16-mixed", "32-true"),
             "class": world.ours.PrecisionFallback,
         },
-        "AMPMonitor": {"prog_bar": True, "class": world.ours.AMPMonitor},
+        "AMPMonitor": {**NON_DEFAULT["AMPMonitor"], "class": world.ours.AMPMonitor},
+        "DynamicRangeMonitor": {**NON_DEFAULT["DynamicRangeMonitor"], "class": world.ours.DynamicRangeMonitor},
     }
     built = dataclasses.asdict(read["AdaptiveMixedPrecision"]["loss_scale"])
     assert {key: type(value) for key, value in built.items()} == {
@@ -204,7 +218,7 @@ def test_short_forms_on_the_command_line(world: World) -> None:
             "--trainer.plugins.loss_scale.init_scale=1024",
             "--trainer.plugins.loss_scale.hysteresis=3",
             f"--trainer.callbacks+={world.path('AMPMonitor')}",
-            "--trainer.callbacks.prog_bar=true",
+            "--trainer.callbacks.prog_bar=false",
             f"--trainer.callbacks+={world.path('PrecisionFallback')}",
             "--trainer.callbacks.patience=2",
         )
@@ -212,7 +226,7 @@ def test_short_forms_on_the_command_line(world: World) -> None:
     plugin = read["AdaptiveMixedPrecision"]
     assert (plugin["class"], plugin["precision"]) == (world.ours.AdaptiveMixedPrecision, "16-mixed")
     assert plugin["loss_scale"] == LossScale(init_scale=1024.0, hysteresis=3)
-    assert read["AMPMonitor"] == {"class": world.ours.AMPMonitor, "prog_bar": True}
+    assert (read["AMPMonitor"]["class"], read["AMPMonitor"]["prog_bar"]) == (world.ours.AMPMonitor, False)
     assert (read["PrecisionFallback"]["class"], read["PrecisionFallback"]["patience"]) == (
         world.ours.PrecisionFallback,
         2,
@@ -331,6 +345,7 @@ def test_a_config_printed_for_the_bare_classes_has_their_defaults(
         f"--trainer.plugins={world.path('AdaptiveMixedPrecision')}",
         f"--trainer.callbacks+={world.path('PrecisionFallback')}",
         f"--trainer.callbacks+={world.path('AMPMonitor')}",
+        f"--trainer.callbacks+={world.path('DynamicRangeMonitor')}",
     ]
     text = printed(world, capsys, *bare, "--print_config")
     again = written(tmp_path / "printed.yaml", text)
@@ -406,6 +421,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("LossScale", {"initial_scale": 1}, "initial_scale"),
     ("PrecisionFallback", {"rungs": 1}, "rungs"),
     ("AMPMonitor", {"progress_bar": True}, "progress_bar"),
+    ("AMPMonitor", {"every_n_steps": 0}, "(every_n_steps=0): it must be an integer of at least 1."),
+    ("DynamicRangeMonitor", {"every_n_steps": 0}, "(every_n_steps=0): it must be"),
 ]
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import io
+import logging
 import math
-from collections.abc import Sequence
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import PRECISIONS, make_trainer
-from namespace import AdaptiveMixedPrecision, AMPMonitor, pl
+from namespace import NAMESPACE, AdaptiveMixedPrecision, AMPMonitor, PrecisionFallback, pl
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import LossScale
+from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory, exponents, run_report, underflow
+from lightning_amp_plus.callbacks import outputs
+from lightning_amp_plus.incidents import read_incidents
 from lightning_amp_plus.report import Precision
 
 SCALE = 2.0**10
@@ -90,6 +100,18 @@ class TwoOptimizers(pl.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(layer.parameters(), lr=2.0**-10) for layer in self.layers]
+
+
+class FileLogger(pl.loggers.logger.DummyLogger):
+    """It has a folder, which it leaves to others."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    @property
+    def log_dir(self) -> str:
+        return str(self.folder)
 
 
 class Spy(pl.Callback):
@@ -241,7 +263,7 @@ def test_csv_counts_the_attempts_that_found_the_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log_every", [1, 3])
 @precisions
 def test_csv_of_manual_optimization(tmp_path: Path, precision: Precision, log_every: int) -> None:
-    """Each call of an optimizer's ``step`` counts, and the report of the last one is what is logged."""
+    """Each call of an optimizer's ``step`` counts, in the sum and for its optimizer."""
     x = batches(6)
     fit(x, TwoOptimizers(bad_first=[2]), skips=True, precision=precision, log_to=tmp_path, log_every_n_steps=log_every)
     norms = true_norms(x)
@@ -252,7 +274,18 @@ def test_csv_of_manual_optimization(tmp_path: Path, precision: Precision, log_ev
         assert row["amp/applied_steps"] == 2 * (step + 1) - skipped
         assert row["amp/skipped_steps"] == skipped
         assert row["amp/overflow_rate"] == skipped / (2 * (step + 1))
-        assert row["amp/grad_norm"] == pytest.approx(2 * norms[step], rel=1e-6)
+        assert row["amp/grad_norm_1"] == pytest.approx(2 * norms[step], rel=1e-6)
+        first_skipped = step == 2
+        assert ("amp/grad_norm_0" in row) is not first_skipped
+        if not first_skipped:
+            assert row["amp/grad_norm_0"] == pytest.approx(norms[step], rel=1e-6)
+        counts = {key: value for key, value in row.items() if re.search(r"steps_\d$", key)}
+        assert counts == {
+            "amp/applied_steps_0": step + 1 - skipped,
+            "amp/skipped_steps_0": skipped,
+            "amp/applied_steps_1": step + 1,
+            "amp/skipped_steps_1": 0,
+        }
 
 
 def test_overflow_rate_forgets_after_100_steps(tmp_path: Path) -> None:
@@ -530,11 +563,45 @@ def test_silent_under_barebones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plugin.counters.applied_steps, plugin.counters.skipped_steps) == (3, 1)
 
 
+class Bar(pl.callbacks.ProgressBar):
+    """Keeps what a progress bar would show after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[dict[str, Any]] = []
+
+    def disable(self) -> None: ...
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.shown.append(self.get_metrics(trainer, pl_module))
+
+
 @pytest.mark.parametrize("prog_bar", [True, False])
-def test_progress_bar_shows_the_scale_alone(prog_bar: bool) -> None:
-    trainer = fit(batches(3), callbacks=[AMPMonitor(prog_bar=prog_bar)], log_every_n_steps=1)
-    shown = {key: value for key, value in trainer.progress_bar_metrics.items() if key.startswith("amp/")}
-    assert shown == ({"amp/loss_scale": SCALE} if prog_bar else {})
+def test_progress_bar_shows_precision_and_scale_in_short(prog_bar: bool) -> None:
+    bar, monitor = Bar(), AMPMonitor(prog_bar=prog_bar)
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=SCALE, growth_interval=2))
+    fit(batches(3), plugin=plugin, callbacks=[bar, monitor], log_every_n_steps=1, enable_progress_bar=True)
+    shown = [metrics.get("amp") for metrics in bar.shown]
+    assert shown == (["fp16 scale 2^10", "fp16 scale 2^11", "fp16 scale 2^11"] if prog_bar else [None] * 3)
+    assert "get_metrics" not in vars(bar)
+
+
+@pytest.mark.parametrize(("precision", "text"), [("bf16-mixed", "bf16"), ("32-true", "fp32")])
+def test_progress_bar_shows_no_scale_where_there_is_none(precision: Precision, text: str) -> None:
+    bar = Bar()
+    fit(batches(2), precision=precision, callbacks=[bar, AMPMonitor()], enable_progress_bar=True)
+    assert [metrics["amp"] for metrics in bar.shown] == [text, text]
+
+
+def test_progress_bar_is_given_back_after_an_error() -> None:
+    class Fails(Rows):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            raise ValueError("mine")
+
+    bar = Bar()
+    with pytest.raises(ValueError, match="mine"):
+        fit(batches(2), Fails(), callbacks=[bar, AMPMonitor()], enable_progress_bar=True)
+    assert "get_metrics" not in vars(bar)
 
 
 @precisions
@@ -562,3 +629,611 @@ def test_error_with_another_plugin_says_what_to_do(plugin: pl.plugins.MixedPreci
     assert f"the Trainer uses {type(plugin).__name__ if plugin else 'Precision'}" in text
     assert "Trainer(plugins=[AdaptiveMixedPrecision(...)])" in text
     assert "drop AMPMonitor" in text
+
+
+# Underflow ------------------------------------------------------------------------------------------------------------
+
+
+class Wide(pl.LightningModule):
+    """Its gradient is the batch, which float16 does not touch: the mean of a window's."""
+
+    def __init__(self, elements: int = 400) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elements))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight * batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def wide_batches(count: int, bad: Sequence[int] = ()) -> Tensor:
+    """Magnitudes from 2^-40 to 1, a tenth of them zeros."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 400, generator=generator) * 2.0 ** torch.randint(-40, 0, (count, 400), generator=generator)
+    x[:, ::10] = 0
+    x[list(bad), 0] = math.nan
+    return x
+
+
+def underflow_of(gradient: Tensor, scale: float) -> dict[str, float]:
+    """What is to be logged, counted in float64."""
+    size = gradient.double().abs() * scale
+    return {
+        "amp/underflow": float((size < 2.0**-14).double().mean()),
+        "amp/underflow_added_at_half_scale": float(((size >= 2.0**-14) & (size / 2 < 2.0**-14)).double().mean()),
+        "amp/zero_gradients": float((size == 0).double().mean()),
+    }
+
+
+def underflow_in(row: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if "underflow" in key or "zero" in key}
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of elements of the gradients that are counted from now on."""
+    passes: list[int] = []
+    count = exponents.exponent_counts
+
+    def counted(gradient: Tensor, factor: float) -> Tensor:
+        passes.append(gradient.numel())
+        return count(gradient, factor)
+
+    monkeypatch.setattr(underflow, "exponent_counts", counted)
+    return passes
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0, 1.0])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_underflow_is_what_float64_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, clip: float | None
+) -> None:
+    """Every second step; the fourth is skipped and the one after it looked at instead; no pass in between."""
+    passes = count_passes(monkeypatch)
+    x = wide_batches(8, bad=[3])
+    monitor = AMPMonitor(underflow=True, every_n_steps=2)
+    rules = LossScale(init_scale=scale)
+    options: dict[str, Any] = {"log_to": tmp_path, "log_every_n_steps": 1, "gradient_clip_val": clip}
+    fit(x, Wide(), loss_scale=rules, callbacks=[monitor], **options)
+    rows = by_step(rows_of(tmp_path)[:-1])
+    looked_at = [1, 4, 5, 7]
+    assert [step for step, row in rows.items() if underflow_in(row)] == looked_at
+    assert passes == [400] * len(looked_at)
+    for step in looked_at:
+        assert underflow_in(rows[step]) == pytest.approx(underflow_of(x[step], scale), abs=1e-12)
+    assert 0.2 < rows[1]["amp/underflow"] < 0.8
+    assert rows[1]["amp/underflow_added_at_half_scale"] > 0
+    assert rows[1]["amp/zero_gradients"] == 0.1
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_underflow_is_not_measured_without_loss_scaling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    passes = count_passes(monkeypatch)
+    monitor = AMPMonitor(underflow=True, every_n_steps=1)
+    fit(wide_batches(3), Wide(), precision=precision, callbacks=[monitor], log_to=tmp_path, log_every_n_steps=1)
+    assert not any(underflow_in(row) for row in rows_of(tmp_path))
+    assert passes == []
+
+
+def test_underflow_of_a_window_is_that_of_its_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_passes(monkeypatch)
+    x = wide_batches(8)
+    monitor = AMPMonitor(underflow=True, every_n_steps=2)
+    fit(x, Wide(), callbacks=[monitor], log_to=tmp_path, log_every_n_steps=1, accumulate_grad_batches=2)
+    rows = by_step(rows_of(tmp_path)[:-1])
+    means = x.double().view(4, 2, 400).mean(1)
+    assert {step: underflow_in(row) for step, row in rows.items() if underflow_in(row)} == {
+        step: pytest.approx(underflow_of(means[step], SCALE), abs=1e-12) for step in (1, 3)
+    }
+    assert len(passes) == 2
+
+
+@pytest.mark.parametrize(
+    ("rules", "made_at"),
+    [(LossScale(init_scale=2.0**13), 2.0**9), (LossScale(init_scale=2.0**6, growth_interval=1), 2.0**6)],
+)
+def test_underflow_is_that_at_the_loss_scale_of_the_attempt_that_was_applied(
+    tmp_path: Path, rules: LossScale, made_at: float
+) -> None:
+    """The step overflows in float16 at more than 2^10, or lets the scale grow: the lasting one is another."""
+
+    class Overflows(Wide):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + (self.weight[1:2].half() * batch[1:2].half()).sum() * 64
+
+    x = wide_batches(1)
+    x[:, 1] = 1
+    monitor = AMPMonitor(underflow=True, every_n_steps=1)
+    fit(x, Overflows(), loss_scale=rules, callbacks=[monitor], log_to=tmp_path, log_every_n_steps=1)
+    row = rows_of(tmp_path)[0]
+    assert row["amp/loss_scale"] == 2 * made_at
+    assert underflow_in(row) == pytest.approx(underflow_of(x[0], made_at), abs=1e-12)
+
+
+def test_underflow_reaches_the_next_logged_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_passes(monkeypatch)
+    x = wide_batches(12)
+    monitor = AMPMonitor(underflow=True, every_n_steps=4)
+    fit(x, Wide(), callbacks=[monitor], log_to=tmp_path, log_every_n_steps=5)
+    found = {row["step"]: underflow_in(row) for row in rows_of(tmp_path) if underflow_in(row)}
+    # of step 3, then of step 7; that of step 11 at the end of the epoch
+    of = {4: 3, 9: 7, 11: 11}
+    assert found == {step: pytest.approx(underflow_of(x[i], SCALE), abs=1e-12) for step, i in of.items()}
+    assert len(passes) == 3
+
+
+def test_underflow_is_that_of_all_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_passes(monkeypatch)
+    monitor = AMPMonitor(underflow=True, every_n_steps=4)  # steps, of which an iteration makes two
+    fit(batches(6), TwoOptimizers(), callbacks=[monitor], log_to=tmp_path, log_every_n_steps=1)
+    rows = {row["step"]: underflow_in(row) for row in rows_of(tmp_path) if underflow_in(row)}
+    assert list(rows) == [2, 4]  # the first iterations that begin when four steps have been made
+    assert passes == [3] * 4
+    assert rows[2] == {"amp/underflow": 0, "amp/underflow_added_at_half_scale": 0, "amp/zero_gradients": 0}
+
+
+def test_a_checkpoint_can_be_monitored_by_the_underflow(tmp_path: Path) -> None:
+    x = wide_batches(4)
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor="amp/underflow")
+    callbacks = [AMPMonitor(underflow=True, every_n_steps=3), checkpoint]
+    fit(x, Wide(), callbacks=callbacks, enable_checkpointing=True, log_every_n_steps=50)
+    assert float(checkpoint.best_model_score or -1) == pytest.approx(underflow_of(x[2], SCALE)["amp/underflow"])
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
+def test_every_n_steps_is_a_number_of_steps(value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"AMPMonitor(every_n_steps={value!r}): it must be an integer of")):
+        AMPMonitor(every_n_steps=value)
+
+
+# Several optimizers ---------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_steps_rarely_is_logged_when_it_does(tmp_path: Path) -> None:
+    class Rarely(TwoOptimizers):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for layer, optimizer in list(zip(self.layers, self.optimizers(), strict=True))[: 1 + (batch_idx % 3 == 1)]:
+                optimizer.zero_grad()
+                self.manual_backward(layer(batch).float().mean())
+                optimizer.step()
+
+    x = batches(5)
+    fit(x, Rarely(), log_to=tmp_path, log_every_n_steps=1)
+    rows = {row["step"]: row for row in rows_of(tmp_path)}
+    norms = true_norms(x)
+    assert [rows[i]["amp/grad_norm_0"] for i in range(5)] == pytest.approx(norms, rel=1e-6)
+    assert {i: row["amp/grad_norm_1"] for i, row in rows.items() if "amp/grad_norm_1" in row} == {
+        i: pytest.approx(norms[i], rel=1e-6) for i in (1, 4)
+    }
+    assert [rows[i]["amp/applied_steps_0"] for i in range(5)] == [1, 2, 3, 4, 5]
+    assert [rows[i].get("amp/applied_steps_1", 0) for i in range(5)] == [0, 1, 1, 1, 2]
+    assert [rows[i]["amp/applied_steps"] for i in range(5)] == [1, 3, 4, 5, 7]
+
+
+# Fallback -------------------------------------------------------------------------------------------------------------
+
+
+class Hot(Rows):
+    """Its activations are beyond 65504; the gradient is 1."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(torch.ones(2, 3) * 2.0**17).float().mean() * 2.0**-17
+
+
+HOT_ROWS = torch.zeros(6, 2, 3)
+
+
+def fit_hot(**kwargs: Any) -> tuple[pl.Trainer, AMPMonitor]:
+    """Two rescues, of which the second moves the run to bfloat16, and four clean steps."""
+    module = Hot()
+    nn.init.ones_(module.layer.weight)
+    monitor = kwargs.pop("monitor", None) or AMPMonitor()
+    callbacks = [PrecisionFallback(patience=2), monitor]
+    with pytest.warns(RuntimeWarning, match="'bf16-mixed'"):
+        trainer = fit(HOT_ROWS, module, callbacks=callbacks, log_every_n_steps=1, **kwargs)
+    return trainer, monitor
+
+
+def test_a_fallback_is_seen_in_every_key(tmp_path: Path) -> None:
+    fit_hot(log_to=tmp_path)
+    rows = by_step(rows_of(tmp_path))
+    assert [rows[i]["amp/rescued_steps"] for i in range(6)] == [1, 2, 2, 2, 2, 2]
+    assert [rows[i]["amp/skipped_steps"] for i in range(6)] == [0] * 6
+    assert [rows[i]["amp/overflow_rate"] for i in range(6)] == [1, 1, 2 / 3, 2 / 4, 2 / 5, 2 / 6]
+    assert [rows[i]["amp/loss_scale"] for i in range(6)] == [SCALE, 1, 1, 1, 1, 1]
+    assert [rows[i]["amp/mantissa_bits"] for i in range(6)] == [23, 7, 7, 7, 7, 7]
+    assert rows[1]["amp/grad_norm"] == pytest.approx(math.sqrt(3))
+
+
+def test_the_history_of_a_fallback(tmp_path: Path) -> None:
+    history = fit_hot(log_to=tmp_path)[1].history
+    assert history.points == [(0, SCALE, "16-mixed"), (1, 1.0, "bf16-mixed")]
+    assert history.events == [(0, "rescued"), (1, "rescued"), (1, "fallback")]
+    assert (history.moves, history.last_step) == ([(1, "bf16-mixed")], 5)
+    assert (history.lowest_scale, history.highest_scale) == (SCALE, SCALE)
+    assert (history.causes, history.places) == ({"forward": 2}, {"layer": 2})
+    found = [(i["step"], i["batch_idx"], i["kinds"], i["module"], i["moves_to"]) for i in read_incidents(tmp_path)]
+    assert found == [
+        (0, 0, ["rescued"], "layer", None),
+        (1, 1, ["rescued", "fallback"], "layer", "bf16-mixed"),
+    ]
+
+
+def test_metrics_csv_tells_of_a_rescue_as_the_history_does(tmp_path: Path) -> None:
+    """``amp/mantissa_bits`` is that of the step: 23 for one rescued step is no fallback to float32 and back."""
+    module = Hot()
+    nn.init.ones_(module.layer.weight)
+    monitor = AMPMonitor()
+    fit(HOT_ROWS[:2], module, callbacks=[PrecisionFallback(), monitor], log_to=tmp_path, log_every_n_steps=1)
+    read = RunHistory.from_metrics(tmp_path)
+    assert monitor.history.events == [(0, "rescued"), (1, "rescued")]
+    assert (read.events, read.moves) == (monitor.history.events, [])
+    assert (read.lowest_scale, read.highest_scale) == (SCALE, SCALE)
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer step 0 was skipped")
+def test_a_move_of_two_optimizers_is_one_move() -> None:
+    """In manual optimization the run moves when the iteration ends, in which each optimizer has made a step."""
+
+    class HotPair(TwoOptimizers):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for layer, optimizer in zip(self.layers, self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(layer(torch.ones(2, 3) * 2.0**17).float().mean() * 2.0**-17)
+                optimizer.step()
+
+    module, monitor = HotPair(), AMPMonitor()
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    with pytest.warns(RuntimeWarning, match="'bf16-mixed'"):
+        fit(HOT_ROWS, module, callbacks=[PrecisionFallback(patience=1), monitor])
+    assert [precision for _, precision in monitor.history.moves] == ["bf16-mixed"]
+    assert [kind for _, kind in monitor.history.events].count("fallback") == 1
+
+
+# Resuming, and other runs ---------------------------------------------------------------------------------------------
+
+
+class Resumable:
+    """A loader that resumes within an epoch."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.position = x, 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.position %= len(self.x)
+        while self.position < len(self.x):
+            self.position += 1
+            yield self.x[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_a_run_resumed_in_mid_epoch_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """The sixth of eight steps of the first of two epochs is saved; an overflow and a NaN before, a NaN after it."""
+    x = batches(8, bad=[2, 6])
+
+    def run(name: str, ckpt_path: Path | None = None) -> AMPMonitor:
+        monitor = AMPMonitor(underflow=True, every_n_steps=3)
+        folder = tmp_path / "checkpoints"
+        checkpoint = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        rules = LossScale(init_scale=2.0**20, growth_interval=4)
+        trainer = make_trainer(
+            AdaptiveMixedPrecision("16-mixed", rules),
+            callbacks=[monitor, checkpoint],
+            logger=pl.loggers.CSVLogger(tmp_path / name, name="", version=""),
+            enable_checkpointing=True,
+            max_epochs=2,
+            log_every_n_steps=1,
+        )
+        with pytest.warns(RuntimeWarning, match="was skipped because"):
+            trainer.fit(Rows(), Resumable(x), ckpt_path=ckpt_path)
+        return monitor
+
+    whole = run("a")
+    path = tmp_path / "checkpoints" / "step=5.ckpt"
+    saved = torch.load(path, weights_only=True)["callbacks"]["AMPMonitor"]["history"]
+    assert (saved["last_step"], sum(kind == "skipped" for _, kind in saved["events"])) == (5, 1)
+    resumed = run("b", ckpt_path=path)
+    assert resumed.history == whole.history
+    assert whole.history.last_step == 15
+    rows = [by_step(rows_of(tmp_path / name)) for name in "ab"]
+    assert list(rows[1]) == list(range(6, 16))
+    assert {step: rows[0][step] for step in rows[1]} == rows[1]
+
+
+def test_a_second_fit_of_a_trainer_tells_of_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor, x = AMPMonitor(), batches(5, bad=[1])
+    trainer = fit(x, callbacks=[monitor], log_to=tmp_path)
+    trainer.fit_loop.epoch_progress.reset()
+    capsys.readouterr()
+    with pytest.warns(RuntimeWarning, match="was skipped because"):
+        trainer.fit(Rows(), loader(batches(3, bad=[2])))
+    assert (monitor.history.last_step, monitor.history.events) == (2, [(2, "skipped")])
+    assert re.search(r"skipped steps +│ 1 \(33.33%\)", capsys.readouterr().out)
+    assert [incident["step"] for incident in read_incidents(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_evaluating_alone_does_nothing(tmp_path: Path, fn: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even after a fit, whose history stays, and with its checkpoint."""
+
+    class All(Rows):
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.layer(batch)
+
+        def test_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    monitor, module = AMPMonitor(), All()
+    fit(batches(3, bad=[1]), module, callbacks=[monitor]).save_checkpoint(tmp_path / "a.ckpt")
+    before = monitor.history.state_dict()
+    capsys.readouterr()
+    logger = pl.loggers.CSVLogger(tmp_path / "logs", name="", version="")
+    plugin = AdaptiveMixedPrecision("16-mixed")
+    trainer = make_trainer(plugin, logger=logger, callbacks=[monitor])
+    getattr(trainer, fn)(
+        module, loader(batches(2)), ckpt_path=tmp_path / "a.ckpt", **({} if fn == "predict" else {"verbose": False})
+    )
+    assert monitor.history.state_dict() == before
+    assert capsys.readouterr().out == ""
+    assert not list((tmp_path / "logs").rglob("amp*"))
+    assert not any("amp/" in key for key in trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("as_callback", [True, False])
+@pytest.mark.parametrize("finder", ["rate", "batch size"])
+def test_what_a_search_tries_is_no_incident(tmp_path: Path, finder: str, as_callback: bool) -> None:
+    """Every step of the search overflows its first scale, or is NaN; the three steps of the fit do not."""
+
+    class Searched(Rows):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr, self.batch_size, self.is_searched = 1.0, 2, True
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.is_searched = not any(isinstance(c, AMPMonitor) for c in self.trainer.callbacks)  # type: ignore[attr-defined]
+            loss = super().training_step(batch, batch_idx)
+            return loss * math.nan if self.is_searched and batch_idx == 1 else loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+        def train_dataloader(self) -> DataLoader[Tensor]:
+            return DataLoader(list(torch.ones(12, 3)), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+        val_dataloader = train_dataloader
+
+    rate: dict[str, Any] = {"min_lr": 1e-6, "max_lr": 1e-3, "early_stop_threshold": None}
+    size: dict[str, Any] = {"init_val": 2, "max_trials": 1, "steps_per_trial": 2}
+    monitor, module = AMPMonitor(), Searched()
+    callbacks: list[Any] = [monitor]
+    if as_callback and finder == "rate":
+        callbacks.append(pl.callbacks.LearningRateFinder(num_training_steps=4, **rate))
+    elif as_callback:
+        callbacks.append(pl.callbacks.BatchSizeFinder("power", **size))
+    trainer = make_trainer(
+        AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=SCALE)),
+        callbacks=callbacks,
+        logger=pl.loggers.CSVLogger(tmp_path, name="", version=""),
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not as_callback:
+            tuner = import_module(f"{NAMESPACE}.tuner").Tuner(trainer)
+            _ = (
+                tuner.lr_find(module, num_training=4, **rate)
+                if finder == "rate"
+                else tuner.scale_batch_size(module, **size)
+            )
+        trainer.fit(module)
+    assert not module.is_searched
+    steps = len(module.train_dataloader())
+    assert (monitor.history.last_step, monitor.history.events) == (steps - 1, [])
+    assert read_incidents(tmp_path) == []
+    assert rows_of(tmp_path)[-1]["amp/applied_steps"] == steps
+
+
+# Copies ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_monitor_can_be_copied_and_pickled_in_mid_fit(tmp_path: Path) -> None:
+    copies: list[AMPMonitor] = []
+
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            copies.extend([copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))])  # noqa: S301
+
+    bar, monitor = Bar(), AMPMonitor(underflow=True, every_n_steps=1)
+    callbacks = [bar, monitor, Copies()]
+    fit(batches(4, bad=[1, 3]), callbacks=callbacks, log_to=tmp_path, enable_progress_bar=True)
+    assert [len(copied.history.events) for copied in copies] == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert [incident["step"] for incident in read_incidents(tmp_path)] == [1, 3]
+    fit(batches(3, bad=[0]), callbacks=[copies[5]], log_to=tmp_path / "again")
+    assert copies[5].history.events == [(0, "skipped")]
+    assert len(read_incidents(tmp_path / "again")) == 1
+    assert len(read_incidents(tmp_path)) == 2
+
+
+# The end of a fit -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_summary_tells_what_became_of_the_steps(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outputs, "find_spec", lambda name: find_spec(name) if rich or name != "rich" else None)
+    with caplog.at_level(logging.INFO):
+        fit_hot()
+    printed, logged = capsys.readouterr().out, "\n".join(record.getMessage() for record in caplog.records)
+    text = printed if rich else logged
+    assert ("Mixed precision of this run" in printed) is rich
+    assert ("Mixed precision of this run" in logged) is not rich
+    rows = [re.sub("[│ ]+", " ", line).strip() for line in text.splitlines()]
+    for row in (
+        "precision bf16-mixed",
+        "applied steps 6",
+        "skipped steps 0",
+        "rescued steps 2 (33.33%)",
+        "fallbacks bf16-mixed after step 1",
+        "loss scale 2^10",
+        "causes forward (2)",
+        "where layer (2)",
+    ):
+        assert row in rows
+
+
+@pytest.mark.parametrize("what", ["summary", "barebones"])
+def test_no_summary_where_none_is_wanted(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if what == "summary":
+        fit(batches(3), callbacks=[AMPMonitor(summary=False)])
+    else:
+        plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=SCALE))
+        trainer = pl.Trainer(
+            barebones=True, accelerator="cpu", max_epochs=1, plugins=[plugin], callbacks=[AMPMonitor()]
+        )
+        trainer.fit(Rows(), loader(batches(3)))
+    assert "steps" not in capsys.readouterr().out
+
+
+def test_barebones_measures_nothing_and_keeps_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, monitor = count_passes(monkeypatch), AMPMonitor(underflow=True, every_n_steps=1)
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=SCALE))
+    trainer = pl.Trainer(barebones=True, accelerator="cpu", max_epochs=1, plugins=[plugin], callbacks=[monitor])
+    trainer.fit(Rows(), loader(batches(3)))
+    assert (passes, monitor.history, plugin.counters.steps) == ([], RunHistory(), 3)
+
+
+def test_an_interrupted_fit_still_tells_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(Rows):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    monitor = AMPMonitor()
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(batches(6, bad=[1]), Interrupted(), callbacks=[monitor], log_to=tmp_path)
+    assert re.search(r"skipped steps +│ 1 \(33.33%\)", capsys.readouterr().out)
+    assert [incident["step"] for incident in read_incidents(tmp_path)] == [1]
+
+
+def test_a_fit_that_non_finite_steps_end_logs_the_last_of_them_and_tells_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=SCALE), max_skipped=3)
+    monitor = AMPMonitor()
+    with pytest.raises(NonFiniteStepError):
+        fit(batches(6, bad=[1, 2, 3]), plugin=plugin, callbacks=[monitor], log_to=tmp_path)
+    assert [(incident["step"], incident["batch_idx"]) for incident in read_incidents(tmp_path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+    ]
+    assert monitor.history.last_step == 3
+    out = capsys.readouterr().out
+    assert len(re.findall(r"skipped steps +│ 3 \(75.00%\)", out)) == 1
+
+
+def test_an_error_before_the_first_step_tells_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor the summary of the monitor's last fit."""
+
+    class Fails(Rows):
+        def on_fit_start(self) -> None:
+            raise ValueError("mine")
+
+    monitor = AMPMonitor()
+    fit(batches(3), callbacks=[monitor])
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="mine"):
+        fit(batches(3), Fails(), callbacks=[monitor])
+    assert "steps" not in capsys.readouterr().out
+
+
+def test_incidents_can_be_left_out(tmp_path: Path) -> None:
+    monitor = AMPMonitor(incidents=False)
+    fit(batches(3, bad=[1]), callbacks=[monitor], log_to=tmp_path)
+    assert not list(tmp_path.rglob("amp_incidents*"))
+    assert monitor.history.events == [(1, "skipped")]
+
+
+def test_an_incident_tells_epoch_and_batch_under_accumulation(tmp_path: Path) -> None:
+    x = batches(6, bad=[2])
+    fit(x, log_to=tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    found = [(i["step"], i["epoch"], i["batch_idx"], i["cause"]) for i in read_incidents(tmp_path)]
+    assert found == [(1, 0, 3, None), (4, 1, 3, None)]
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monitor = AMPMonitor()
+    with pytest.warns(RuntimeWarning, match="Incidents are not logged") as told:
+        trainer = fit(batches(5, bad=[1, 3]), callbacks=[monitor], logger=FileLogger(tmp_path / "file" / "logs"))
+    assert len([warning for warning in told if "Incidents" in str(warning.message)]) == 1
+    assert (trainer.state.finished, monitor.history.last_step) == (True, 4)
+
+
+def test_an_error_at_the_end_of_a_fit_does_not_tell_its_summary_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fails(pl.Callback):
+        def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        fit(batches(3), callbacks=[AMPMonitor(), Fails()])
+    assert capsys.readouterr().out.count("Mixed precision of this run") == 1
+
+
+def test_a_summary_that_cannot_be_printed_ends_no_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to a terminal that is gone, or a name of a module that the terminal's encoding does not have."""
+    pytest.importorskip("rich")
+    gone = io.StringIO()
+    gone.close()
+    monkeypatch.setattr("sys.stdout", gone)
+    with pytest.warns(RuntimeWarning, match="summary"):
+        trainer = fit(batches(3))
+    assert trainer.state.finished
+
+
+def test_the_report_of_a_second_fit_lists_its_own_incidents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[list[int]] = []
+
+    def render(**parts: Any) -> str:
+        listed.append([incident["step"] for incident in parts["incidents"]])
+        return ""
+
+    monkeypatch.setattr(run_report, "render_report", render)
+    trainer = fit(batches(4, bad=[1]), callbacks=[AMPMonitor(report=True)], log_to=tmp_path)
+    trainer.fit_loop.epoch_progress.reset()
+    with pytest.warns(RuntimeWarning, match="was skipped because"):
+        trainer.fit(Rows(), loader(batches(4, bad=[2])))
+    assert listed == [[1], [2]]
+
+
+def test_the_report_of_a_resumed_run_lists_the_incidents_of_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[list[int]] = []
+
+    def render(**parts: Any) -> str:
+        listed.append([incident["step"] for incident in parts["incidents"]])
+        return ""
+
+    monkeypatch.setattr(run_report, "render_report", render)
+    x = batches(4, bad=[1])
+    options: dict[str, Any] = {"callbacks": [AMPMonitor(report=True)], "logger": FileLogger(tmp_path)}
+    fit(x, **options).save_checkpoint(tmp_path / "a.ckpt")
+    fit(x, ckpt_path=tmp_path / "a.ckpt", max_epochs=2, **options)
+    assert listed == [[1], [1, 5]]

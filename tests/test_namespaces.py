@@ -94,8 +94,11 @@ def test_callbacks_of_the_other_namespace_work(here: str, there: str) -> None:
     assert trainer.callback_metrics["amp/applied_steps"] == 2
 
 
+BOUND = ("AMPMonitor", "AdaptiveMixedPrecision", "DynamicRangeMonitor", "PrecisionFallback")
+
+
 @pytest.mark.parametrize("name", lightning_amp_plus.__all__)
 def test_both_have_the_same_names(name: str) -> None:
     here, there = getattr(lightning_amp_plus, name), getattr(lightning_amp_plus.pytorch_lightning, name)
     assert (here.__qualname__, here.__doc__) == (there.__qualname__, there.__doc__)
-    assert (here is there) is (name not in ("AMPMonitor", "AdaptiveMixedPrecision", "PrecisionFallback"))
+    assert (here is there) is (name not in BOUND)

@@ -30,17 +30,33 @@ PUBLIC = [
     "AdaptiveMixedPrecision",
     "Diagnosis",
     "DynamicLossScaler",
+    "DynamicRange",
+    "DynamicRangeMonitor",
     "LossScale",
     "NonFiniteStepError",
+    "PrecisionAdvice",
     "PrecisionFallback",
+    "RunHistory",
     "StepCounters",
     "StepReport",
     "diagnose",
+    "find_precision",
+    "plot_dynamic_range",
+    "plot_loss_scale",
 ]
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 BINDINGS = ("lightning_pytorch.py", "pytorch_lightning.py")  # all that imports Lightning when it runs
 ADAPTERS = (
-    *("_lightning.py", "evaluation.py", "hooks.py", "precision.py", "state.py", "window.py", "callbacks/"),
+    *(
+        "_lightning.py",
+        "evaluation.py",
+        "hooks.py",
+        "precision.py",
+        "rehearsal.py",
+        "state.py",
+        "window.py",
+        "callbacks/",
+    ),
     *BINDINGS,
 )
 

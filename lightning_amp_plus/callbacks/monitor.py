@@ -1,32 +1,46 @@
-"""AMPMonitor: what mixed precision does, in the loggers."""
+"""AMPMonitor: what mixed precision does, in the loggers, in a log of incidents, and in a table at the end."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import override
 
 from lightning_amp_plus import _lightning
+from lightning_amp_plus.callbacks import outputs
+from lightning_amp_plus.callbacks.dynamic_range import stats_of
+from lightning_amp_plus.callbacks.once import LoggedOnce
+from lightning_amp_plus.callbacks.run import plugin_of, precision_of, scale_of, sum_of_ranks
+from lightning_amp_plus.history import RunHistory, scale_text
+from lightning_amp_plus.incidents import IncidentLog, incident_of, time_now
+from lightning_amp_plus.metrics import metrics_of_optimizers, metrics_of_run, metrics_of_step, metrics_of_underflow
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
 from lightning_amp_plus.report import Precision, StepReport
+from lightning_amp_plus.summary import summary_rows
+from lightning_amp_plus.underflow import UnderflowMeter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = object  # the binding of a namespace adds the class itself
 
-_MANTISSA_BITS: dict[Precision, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
+_SHORT: dict[Precision, str] = {"16-mixed": "fp16", "bf16-mixed": "bf16", "32-true": "fp32"}
 
 
 class AMPMonitorMixin(Callback):
-    """Logs the loss scale, what became of the steps, and the gradient norm.
+    """Logs the loss scale, what became of the steps, and the gradient norm; keeps a log of incidents.
 
-    It logs at the steps that the Trainer logs (``log_every_n_steps``), and costs nothing between them. A skipped step
-    reaches ``trainer.callback_metrics`` at once, and the loggers with the next logged step, in the cumulative counts.
-    The last values of an epoch are logged at its end, so that ``ModelCheckpoint`` and ``EarlyStopping`` can monitor
-    any key. Under ``Trainer(barebones=True)`` it is silent.
+    It logs at the steps that the Trainer logs (``log_every_n_steps``), and costs next to nothing between them. A
+    skipped step reaches ``trainer.callback_metrics`` at once, and the loggers with the next logged step, in the
+    cumulative counts. The last values of an epoch are logged at its end, so that ``ModelCheckpoint`` and
+    ``EarlyStopping`` can monitor any key. Under ``Trainer(barebones=True)`` it is silent.
+
+    Each step that was run again, rescued or skipped, and each fallback, is a line of JSON in ``amp_incidents.jsonl``,
+    beside the files of the first logger. At the end of a fit, also one that an error has ended, a table tells what
+    became of the steps, and loggers that hold images (TensorBoard, W&B, MLflow) get a picture of the loss scale if
+    matplotlib is installed.
 
     Logged metrics:
         - ``amp/loss_scale``: the loss scale after the step; 1 without loss scaling.
@@ -37,11 +51,32 @@ class AMPMonitorMixin(Callback):
         - ``amp/overflow_rate``: share of the last 100 steps that met an inf or NaN, 0 to 1.
         - ``amp/grad_norm``: 2-norm of the true gradients before clipping. Not logged for a skipped step.
         - ``amp/clipped``: 1 if clipping by norm made the gradients smaller, else 0. Only where the Trainer clips.
+        - ``amp/underflow``, ``amp/underflow_added_at_half_scale``, ``amp/zero_gradients``: with ``underflow=True`` and
+          in float16, every ``every_n_steps``: the share of gradient elements that are zero or subnormal in float16 at
+          the loss scale of the applied attempt, the share that half of that scale would add, and the share that is
+          exactly zero. If the first is high and the second is not near 0, the scale is too low.
+
+        With several optimizers the norm and whether it was clipped are logged for each, with its position behind:
+        ``amp/grad_norm_0``, ``amp/clipped_0``, and so are ``amp/applied_steps_0`` and ``amp/skipped_steps_0``, beside
+        the sums over all.
 
     Args:
-        prog_bar: Whether ``amp/loss_scale`` is shown in the progress bar.
+        prog_bar: Whether the progress bar shows precision and loss scale, such as ``amp=fp16 scale 2^13``.
+        underflow: Whether the underflow of gradients is measured: a pass over the gradients of one step in
+            ``every_n_steps``.
+        every_n_steps: How many optimizer steps there are from one measurement to the next; at least 1.
+        incidents: Whether the log of incidents is kept: up to 2 MiB, the newest.
+        summary: Whether the table is printed.
+        report: Whether ``report.html``, a page with the table, figures, incidents and settings, is written beside the
+            logger's files at the end of a fit. It needs the extra ``plot``.
+
+    Attributes:
+        history: The loss scale and the incidents of the last fit: a :class:`RunHistory`. After ``ddp_spawn`` it is that
+            of the main process, which has not trained.
 
     Raises:
+        ValueError: If ``every_n_steps`` is out of its range.
+        ModuleNotFoundError: If ``report`` is asked for without matplotlib.
         TypeError: At the start of a run whose Trainer does not use :class:`AdaptiveMixedPrecision`.
 
     Example:
@@ -53,88 +88,187 @@ class AMPMonitorMixin(Callback):
 
     """
 
-    def __init__(self, prog_bar: bool = False) -> None:
-        self.prog_bar = prog_bar
-        self._seen: StepReport | None = None
-        self._is_first = True
+    def __init__(
+        self,
+        prog_bar: bool = True,
+        underflow: bool = False,
+        every_n_steps: int = 50,
+        incidents: bool = True,
+        summary: bool = True,
+        report: bool = False,
+    ) -> None:
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+            raise ValueError(f"AMPMonitor(every_n_steps={every_n_steps!r}): it must be an integer of at least 1.")
+        if report and not outputs.has_matplotlib():
+            raise ModuleNotFoundError(
+                "AMPMonitor(report=True) draws figures, and matplotlib is not installed: pip install"
+                ' "lightning_amp_plus[plot]", or leave report=False.'
+            )
+        self.prog_bar, self.underflow, self.every_n_steps = prog_bar, underflow, every_n_steps
+        self.incidents, self.summary, self.report = incidents, summary, report
+        self.history = RunHistory()
+        self._end()
+
+    def _end(self) -> None:
+        """Hold nothing of a run."""
+        self._is_running = False
+        self._began = ""  # the time from which incidents are of this run
+        self._has_news = False  # that were not told yet
+        self._reports: dict[int, StepReport] = {}  # by optimizer, since the last batch that made steps
+        self._of_batch = False  # whether the batch has made some of them
+        self._is_first = True  # in its epoch
         self._skipped = 0
-        self._logged: list[str] = []
+        self._logged = LoggedOnce()
+        self._log_file: IncidentLog | None = None
+        self._meter: UnderflowMeter | None = None
+        self._measured_at = 0
+        self._hide: Callable[[], None] | None = None
+
+    # A run ------------------------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _plugin_of(trainer)
+        plugin = plugin_of(trainer, "AMPMonitor")
+        if stage != "fit":
+            return
+        self._end()
+        self.history = RunHistory()
+        if trainer.barebones:
+            return
+        self._is_running, self._began = True, time_now()
+        plugin.observe(partial(self._on_step, trainer, plugin))
+        if self.underflow:
+            self._meter = UnderflowMeter()
+        if self.prog_bar:
+            self._hide = _lightning.show_in_progress_bar(trainer, "amp", partial(_short_text, plugin))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._hide is not None:
+            self._hide()
+        if self._log_file is not None:
+            self._log_file.close()
+        self._end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_log_file": None, "_meter": None, "_hide": None}  # which belong to a run
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._tell(trainer)
+        self._leave()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "history" in state_dict:
+            self.history, self._began = RunHistory.from_state(state_dict["history"]), ""
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _on_step(self, trainer: Trainer, plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> None:
+        if not self._of_batch:
+            self._reports, self._of_batch = {}, True
+        self._reports[report.optimizer], self._has_news = report, True
+        self.history.add(report, scale_of(plugin), precision_of(plugin))
+        if self.incidents and not (report.is_clean and report.moves_to is None):
+            self._note_incident(trainer, report)
+
+    def _note_incident(self, trainer: Trainer, report: StepReport) -> None:
+        if not trainer.is_global_zero:
+            return
+        if self._log_file is None:
+            folder = _lightning.log_folder(trainer)
+            if folder is None:
+                return
+            self._log_file = IncidentLog(folder)
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        self._log_file.add(incident_of(report, trainer.current_epoch, batch_idx))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        steps = plugin_of(trainer, "AMPMonitor").counters.steps  # of the run that is resumed
+        self._measured_at = steps - steps % self.every_n_steps
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen = _plugin_of(trainer).last_step
         self._is_first = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._logged:
-            _lightning.forget_logged(trainer, "on_train_batch_end", self._logged)
-            self._logged = []
-        if not trainer.barebones and (self._is_first or _lightning.logs_this_step(trainer)):
-            _plugin_of(trainer).request_grad_norm()
+        self._logged.withdraw(trainer)
+        if not self._is_running:
+            return
+        self._of_batch = False
+        if self._is_first or _lightning.logs_this_step(trainer):
+            plugin_of(trainer, "AMPMonitor").request_grad_norm()
+        if self._meter is not None and self._meter.counts is None:
+            plugin = plugin_of(trainer, "AMPMonitor")
+            is_due = plugin.counters.steps + 1 - self._measured_at >= self.every_n_steps
+            if is_due and plugin.precision == "16-mixed":
+                plugin.request_look(self._meter.look)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        plugin = _plugin_of(trainer)
-        report = plugin.last_step
-        if trainer.barebones or report is None or report is self._seen:
-            return  # no optimizer step in this batch
-        is_first, self._is_first, self._seen = self._is_first, False, report
-        skipped, self._skipped = self._skipped, plugin.counters.skipped_steps
+        if not self._of_batch:
+            return
+        counters = plugin_of(trainer, "AMPMonitor").counters
+        if self._meter is not None and self._meter.counts is not None:
+            self._measured_at = counters.steps - counters.steps % self.every_n_steps
+        is_first, self._is_first = self._is_first, False
+        skipped, self._skipped = self._skipped, counters.skipped_steps
         if is_first or self._skipped > skipped or _lightning.logs_this_step(trainer):
-            self._log(trainer, pl_module, report, on_epoch=False)
+            self._logged.log(pl_module, self._metrics(trainer))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.barebones and self._seen is not None and not self._is_first:
-            self._log(trainer, pl_module, self._seen, on_epoch=True)
+        if not self._is_first and self._reports:
+            self._logged.log(pl_module, self._metrics(trainer), on_epoch=True)
 
-    def _log(self, trainer: Trainer, module: LightningModule, report: StepReport, *, on_epoch: bool) -> None:
-        metrics = _metrics(_plugin_of(trainer), report)
-        self._logged = [] if on_epoch else list(metrics)
-        for key, value in metrics.items():
-            module.log(
-                key,
-                # In float64, which holds every count, and on the host, where it costs no copy to a device and back.
-                torch.tensor(value, dtype=torch.float64),
-                prog_bar=self.prog_bar and key == "amp/loss_scale",
-                on_step=not on_epoch,
-                on_epoch=on_epoch,
-                # All ranks have the same values. Together the two mean: no reduction, and no advice to ask for one.
-                sync_dist=True,
-                rank_zero_only=True,
-            )
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        plugin = plugin_of(trainer, "AMPMonitor")
+        latest = next(reversed(self._reports.values()))
+        values = metrics_of_run(plugin.counters, latest, scale_of(plugin))
+        if len(trainer.optimizers) == 1:
+            values |= metrics_of_step(latest)
+        else:
+            for index, report in self._reports.items():
+                values |= metrics_of_step(report, index)
+            values |= metrics_of_optimizers(self.history.by_optimizer)
+        if self._meter is not None and (shares := self._meter.take(partial(sum_of_ranks, trainer))) is not None:
+            values |= metrics_of_underflow(shares)
+        return values
 
+    # The end ----------------------------------------------------------------------------------------------------------
 
-def _metrics(plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> dict[str, float]:
-    counters = plugin.counters
-    values = {
-        "amp/loss_scale": 1.0 if plugin.scaler is None else plugin.scaler.get_scale(),
-        "amp/mantissa_bits": float(_MANTISSA_BITS[report.precision]),
-        "amp/applied_steps": float(counters.applied_steps),
-        "amp/skipped_steps": float(counters.skipped_steps),
-        "amp/retried_attempts": float(counters.retried_attempts),
-        "amp/rescued_steps": float(counters.rescued_steps),
-        "amp/overflow_rate": counters.overflow_rate,
-    }
-    if report.grad_norm is not None and math.isfinite(report.grad_norm):
-        values["amp/grad_norm"] = report.grad_norm
-    if report.clipped is not None:
-        values["amp/clipped"] = float(report.clipped)
-    return values
+    def _tell(self, trainer: Trainer) -> None:
+        if not self._has_news or not trainer.is_global_zero:
+            return
+        self._has_news = False
+        plugin = plugin_of(trainer, "AMPMonitor")
+        rows = summary_rows(self.history, plugin.counters, precision_of(plugin), scale_of(plugin))
+        if self.summary:
+            with outputs.not_in_the_way("AMPMonitor's summary"):
+                outputs.show_summary(rows)
+        draw = partial(outputs.loss_scale_figure, self.history)
+        outputs.send_figure(trainer, "AMPMonitor's picture of the loss scale", "amp/loss_scale_history", draw)
+        if self.report:
+            with outputs.not_in_the_way("AMPMonitor's report.html"):
+                outputs.write_report(trainer, plugin, rows, self.history, stats_of(trainer), since=self._began)
 
 
-def _plugin_of(trainer: Trainer) -> AdaptiveMixedPrecisionMixin:
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, AdaptiveMixedPrecisionMixin):
-        raise TypeError(
-            f"AMPMonitor reads what AdaptiveMixedPrecision does, but the Trainer uses {type(plugin).__name__}. Pass"
-            " `Trainer(plugins=[AdaptiveMixedPrecision(...)])` without `precision=`, or drop AMPMonitor."
-        )
-    return plugin
+def _short_text(plugin: AdaptiveMixedPrecisionMixin) -> str:
+    precision = precision_of(plugin)
+    return f"{_SHORT[precision]} scale {scale_text(scale_of(plugin))}" if precision == "16-mixed" else _SHORT[precision]

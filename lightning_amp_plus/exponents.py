@@ -1,0 +1,91 @@
+"""Histograms of magnitudes by powers of two, counted on the device, and what number formats hold. Plain torch.
+
+A bin holds the numbers of one exponent: bin ``e`` those with ``2^e <= |x| < 2^(e+1)``, as far as float32 reaches. So
+the share below a power of two is exact, and a loss scale, which is one, moves a histogram by whole bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+LOWEST, HIGHEST = -149, 127
+"""The exponents of float32's smallest subnormal and of its largest number; smaller and larger ones are put there."""
+
+BINS = HIGHEST - LOWEST + 3
+"""How many bins there are: the first counts zeros, the last inf and NaN."""
+
+FLOAT16_MAX = 65504.0
+FLOAT16_NORMAL = -14
+"""The exponent of float16's smallest normal number."""
+FLOAT16_SUBNORMAL = -24
+"""The exponent of float16's smallest subnormal number: what is below half of it becomes zero."""
+
+_CHUNK = 2**22  # elements at a time: a bound on the memory
+
+
+def exponent_counts(tensor: Tensor, factor: float = 1.0) -> Tensor:
+    """Count the elements of a tensor by the exponents of their magnitudes.
+
+    Args:
+        tensor: A floating or complex tensor, of any shape, on any device. Of a sparse one what it holds is counted.
+        factor: What its elements are multiplied by first, in float32.
+
+    Returns:
+        An int64 tensor of shape ``(BINS,)`` on the same device.
+
+    Example:
+        >>> counts = exponent_counts(torch.tensor([0.0, 1.0, -1.5, 2.0]))
+        >>> counts[0].item(), counts[bin_of(0)].item(), counts[bin_of(1)].item()
+        (1, 2, 1)
+
+    """
+    counts = torch.zeros(BINS, dtype=torch.int64, device=tensor.device)
+    for chunk in chunks_of(tensor):
+        counts += counts_of(chunk, factor)
+    return counts
+
+
+@torch.no_grad()
+def counts_of(numbers: Tensor, factor: float = 1.0) -> Tensor:
+    """Count the elements of a chunk; see :func:`exponent_counts`."""
+    numbers = numbers if factor == 1 else numbers * factor
+    index = torch.frexp(numbers).exponent.add_(-LOWEST).clamp_(1, BINS - 2)  # frexp's is larger by one
+    index.masked_fill_(numbers == 0, 0).masked_fill_(~numbers.isfinite(), BINS - 1)
+    return torch.bincount(index, minlength=BINS)
+
+
+def chunks_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield what there is to count in a tensor, piece by piece, in float32 at least: all that is copied at a time."""
+    for chunk in elements_of(tensor).split(_CHUNK):
+        yield chunk if chunk.dtype is torch.float64 else chunk.float()
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return what there is to count in a tensor of any layout and dtype, in one dimension; this rank's part of it."""
+    tensor = tensor.detach()
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.reshape(-1)
+
+
+def bin_of(exponent: int) -> int:
+    """Return the index of the bin of an exponent, between ``LOWEST`` and ``HIGHEST``."""
+    return exponent - LOWEST + 1
+
+
+def share_below(counts: Tensor, exponent: int) -> float:
+    """Return the share of the finite numbers that are not zero and are below ``2**exponent``; 0 if there are none.
+
+    Args:
+        counts: Of shape ``(BINS,)``.
+        exponent: From ``LOWEST`` to ``HIGHEST``.
+
+    """
+    numbers = int(counts[1:-1].sum())
+    return int(counts[1 : bin_of(exponent)].sum()) / numbers if numbers else 0.0
