@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_amp_plus.advice import PrecisionAdvice as PrecisionAdvice
     from lightning_amp_plus.diagnosis import Diagnosis as Diagnosis
-    from lightning_amp_plus.dynamic_range import DynamicRange as DynamicRange
     from lightning_amp_plus.finder import find_precision as find_precision
     from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
-    from lightning_amp_plus.history import RunHistory as RunHistory
     from lightning_amp_plus.lightning_pytorch import AdaptiveMixedPrecision as AdaptiveMixedPrecision
     from lightning_amp_plus.lightning_pytorch import AMPMonitor as AMPMonitor
     from lightning_amp_plus.lightning_pytorch import DynamicRangeMonitor as DynamicRangeMonitor
     from lightning_amp_plus.lightning_pytorch import PrecisionFallback as PrecisionFallback
     from lightning_amp_plus.loss_scale import LossScale as LossScale
+    from lightning_amp_plus.monitoring.dynamic_range import DynamicRange as DynamicRange
+    from lightning_amp_plus.monitoring.history import RunHistory as RunHistory
     from lightning_amp_plus.plotting import plot_dynamic_range as plot_dynamic_range
     from lightning_amp_plus.plotting import plot_loss_scale as plot_loss_scale
     from lightning_amp_plus.report import StepCounters as StepCounters
@@ -33,13 +33,13 @@ _MODULES = {
     "AdaptiveMixedPrecision": "lightning_pytorch",
     "Diagnosis": "diagnosis",
     "DynamicLossScaler": "grad_scaler",
-    "DynamicRange": "dynamic_range",
+    "DynamicRange": "monitoring.dynamic_range",
     "DynamicRangeMonitor": "lightning_pytorch",
     "LossScale": "loss_scale",
     "NonFiniteStepError": "skips",
     "PrecisionAdvice": "advice",
     "PrecisionFallback": "lightning_pytorch",
-    "RunHistory": "history",
+    "RunHistory": "monitoring.history",
     "StepCounters": "report",
     "StepReport": "report",
     "diagnose": "standalone",

@@ -6,11 +6,8 @@ has imported, ``lightning.pytorch`` or ``pytorch_lightning``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -345,91 +342,3 @@ def set_compute_dtype(pl: ModuleType, trainer: Trainer, dtype: torch.dtype) -> N
             callback.available_flops = flops
             for throughput in callback._throughputs.values():
                 throughput.available_flops = flops
-
-
-def log_folder(trainer: Trainer) -> Path | None:
-    """Return where the first logger of the run keeps its files, as ``ModelCheckpoint`` does.
-
-    ``None`` without one, where it is a remote store, and for a ``fast_dev_run``.
-    ``trainer.log_dir`` is a collective, and for all but two kinds of loggers the same for all runs.
-    """
-    is_a_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
-    if not trainer.loggers or is_a_trial:
-        return None
-    logger = trainer.loggers[0]
-    folder = getattr(logger, "log_dir", None)
-    if folder is None:
-        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-        folder = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
-    return None if "://" in str(folder) else Path(folder)
-
-
-def local_folder(trainer: Trainer) -> Path | None:
-    """Return :func:`log_folder` or, without a logger, the Trainer's own; ``None`` where nothing is to be written."""
-    root: str = trainer.default_root_dir
-    is_a_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
-    return log_folder(trainer) or (None if is_a_trial or "://" in root else Path(root))
-
-
-class _MetricsAndText:
-    """What a progress bar gets for its ``get_metrics``."""
-
-    def __init__(self, get_metrics: Callable[..., dict[str, Any]], name: str, text: Callable[[], str]) -> None:
-        self._get_metrics, self._name, self._text = get_metrics, name, text
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**self._get_metrics(*args, **kwargs), self._name: self._text()}
-
-
-def show_in_progress_bar(trainer: Trainer, name: str, text: Callable[[], str]) -> Callable[[], None] | None:
-    """Have the progress bar show a text; return what ends it, or ``None`` if there is no bar.
-
-    A value that is logged is shown as a decimal number. ``get_metrics`` is the bar's public hook for anything else, but
-    it is the bar's own: an attribute of this one, for as long as the fit.
-    """
-    bar: Any = trainer.progress_bar_callback
-    if bar is None:
-        return None
-    before = vars(bar).get("get_metrics")
-    bar.get_metrics = ours = _MetricsAndText(bar.get_metrics, name, text)
-
-    def end() -> None:
-        if vars(bar).get("get_metrics") is not ours:
-            return  # somebody has put another one there since
-        if before is None:
-            del bar.get_metrics
-        else:
-            bar.get_metrics = before
-
-    return end
-
-
-def trainer_like(trainer: Trainer, pl: ModuleType, plugin: Any, callbacks: list[Any], folder: str) -> Trainer:
-    """Return a Trainer for one device that optimizes as another one does, and leaves nothing anywhere."""
-    device = trainer.strategy.root_device
-    environments = import_module(pl.plugins.ClusterEnvironment.__module__.rpartition(".")[0])  # of this namespace
-    max_epochs = trainer.max_epochs
-    if max_epochs is None:  # what Lightning takes it for, with a warning
-        max_epochs = 1000 if trainer.max_steps == -1 else -1
-    known = device.type in ("cpu", "cuda", "mps")
-    like: Trainer = pl.Trainer(
-        accelerator=device.type if known else trainer.accelerator,
-        devices=[device.index or 0] if device.type == "cuda" else 1,
-        max_epochs=max_epochs,
-        max_steps=trainer.max_steps,
-        limit_train_batches=None if trainer.limit_train_batches == 1.0 else trainer.limit_train_batches,
-        limit_val_batches=0,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        # Not the one of a launcher, which expects as many processes as it has started.
-        plugins=[plugin, environments.LightningEnvironment()],
-        callbacks=callbacks,
-        logger=pl.loggers.logger.DummyLogger(),  # for models that use theirs
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    return like

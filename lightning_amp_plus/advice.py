@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from glob import escape
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp_plus.dynamic_range import DynamicRange, Kind
-from lightning_amp_plus.exponents import FLOAT16_MAX, FLOAT16_NORMAL, FLOAT16_SUBNORMAL
 from lightning_amp_plus.hardware import PrecisionChoice
-from lightning_amp_plus.history import scale_text
 from lightning_amp_plus.loss_scale import LossScale
+from lightning_amp_plus.monitoring.dynamic_range import DynamicRange, Kind
+from lightning_amp_plus.monitoring.exponents import FLOAT16_MAX, FLOAT16_NORMAL, FLOAT16_SUBNORMAL
+from lightning_amp_plus.monitoring.history import scale_text
 from lightning_amp_plus.report import Precision, StepReport
 
 if TYPE_CHECKING:

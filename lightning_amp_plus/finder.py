@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_amp_plus.advice import PrecisionAdvice, advise, corrected
-from lightning_amp_plus.dynamic_range import KINDS, DynamicRange
 from lightning_amp_plus.hardware import PrecisionChoice, select_precision
+from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange
 from lightning_amp_plus.rehearsal import Rehearsal
 from lightning_amp_plus.report import PRECISIONS, Precision
 

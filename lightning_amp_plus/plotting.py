@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_amp_plus.dynamic_range import Kind
+from lightning_amp_plus.monitoring.dynamic_range import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +25,8 @@ def plot_loss_scale(history: object, ax: Axes | None = None) -> tuple[Figure, Ax
     have no loss scale, are shaded.
 
     Args:
-        history: Any source that :func:`~lightning_amp_plus.sources.history_of` takes: a live ``AMPMonitor`` or its
-            Trainer, a checkpoint, the folder of a ``CSVLogger``.
+        history: Any source that :func:`~lightning_amp_plus.monitoring.sources.history_of` takes: a live ``AMPMonitor``
+            or its Trainer, a checkpoint, the folder of a ``CSVLogger``.
         ax: Where to draw; a new figure of 8 x 4 inches if it is ``None``.
 
     Returns:
@@ -37,7 +37,7 @@ def plot_loss_scale(history: object, ax: Axes | None = None) -> tuple[Figure, Ax
         ImportError: If matplotlib is not installed.
 
     """
-    from lightning_amp_plus.plot_scale import draw_loss_scale
+    from lightning_amp_plus.drawing.loss_scale import draw_loss_scale
 
     return draw_loss_scale(history, ax)
 
@@ -51,7 +51,7 @@ def plot_dynamic_range(stats: object, kind: Kind = "activations", ax: Axes | Non
     lines of fp16 are moved by the loss scale, which float16 sees them multiplied by.
 
     Args:
-        stats: Any source that :func:`~lightning_amp_plus.sources.dynamic_range_of` takes: a live
+        stats: Any source that :func:`~lightning_amp_plus.monitoring.sources.dynamic_range_of` takes: a live
             ``DynamicRangeMonitor`` or its Trainer, the result of ``find_precision``, a checkpoint, the folder of logs.
         kind: ``"activations"``, ``"activation_gradients"`` or ``"parameter_gradients"``. Modules without any are left
             out.
@@ -67,6 +67,6 @@ def plot_dynamic_range(stats: object, kind: Kind = "activations", ax: Axes | Non
         ImportError: If matplotlib is not installed.
 
     """
-    from lightning_amp_plus.plot_range import draw_dynamic_range
+    from lightning_amp_plus.drawing.dynamic_range import draw_dynamic_range
 
     return draw_dynamic_range(stats, kind, ax)

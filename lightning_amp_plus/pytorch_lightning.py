@@ -11,11 +11,11 @@ from lightning_amp_plus.callbacks.dynamic_range import DynamicRangeMonitorMixin
 from lightning_amp_plus.callbacks.fallback import PrecisionFallbackMixin
 from lightning_amp_plus.callbacks.monitor import AMPMonitorMixin
 from lightning_amp_plus.diagnosis import Diagnosis as Diagnosis
-from lightning_amp_plus.dynamic_range import DynamicRange as DynamicRange
 from lightning_amp_plus.finder import find_precision as find_precision
 from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
-from lightning_amp_plus.history import RunHistory as RunHistory
 from lightning_amp_plus.loss_scale import LossScale as LossScale
+from lightning_amp_plus.monitoring.dynamic_range import DynamicRange as DynamicRange
+from lightning_amp_plus.monitoring.history import RunHistory as RunHistory
 from lightning_amp_plus.plotting import plot_dynamic_range as plot_dynamic_range
 from lightning_amp_plus.plotting import plot_loss_scale as plot_loss_scale
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin

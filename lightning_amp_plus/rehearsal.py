@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from lightning_amp_plus import _lightning
 from lightning_amp_plus.batches import tensors_in
+from lightning_amp_plus.loaders import copy_of_loader, restorers_of
 from lightning_amp_plus.report import StepReport
 
 if TYPE_CHECKING:
@@ -74,10 +72,10 @@ class Rehearsal:
             on_train_start=_without_plateaus, on_train_batch_end=partial(_stop_after, self._steps)
         )
         with tempfile.TemporaryDirectory() as folder, self._as_before():
-            trainer = _lightning.trainer_like(self._trainer, self._pl, plugin, [*callbacks, ours], folder)
+            trainer = _trainer_like(self._trainer, self._pl, plugin, [*callbacks, ours], folder)
             trainer.fit(
                 _copy_of(self._model),
-                tree_map(self._copy_of_loader, self._loaders),
+                tree_map(copy_of_loader, self._loaders),
                 datamodule=copy.copy(self._datamodule),
             )
         return plugin, reports
@@ -85,18 +83,12 @@ class Rehearsal:
     def _is_combined(self, loader: Any) -> bool:
         return isinstance(loader, self._pl.utilities.CombinedLoader)
 
-    def _copy_of_loader(self, loader: Any) -> Any:
-        copied = copy.copy(loader)
-        if getattr(loader, "_iterator", None) is not None:
-            copied._iterator = None  # the workers of a loader that was used before are its own
-        return copied
-
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Put back all random numbers, and the states of loaders that have one, after an error too."""
         loaders = tree_flatten(self._loaders)[0]
         loaders = [part for one in loaders for part in (one.flattened if self._is_combined(one) else [one])]
-        restore = list(_restorers([*loaders, self._datamodule]))
+        restore = list(restorers_of([*loaders, self._datamodule]))
         failed: BaseException | None = None
         with self._pl.utilities.seed.isolate_rng():
             try:
@@ -141,33 +133,32 @@ def _without_plateaus(trainer: Trainer, *args: Any) -> None:
     trainer.strategy.lr_scheduler_configs = [config for config in configs if not config.reduce_on_plateau]
 
 
-def _restorers(items: Iterable[Any]) -> Iterator[Callable[[], object]]:
-    """Yield what puts back the state of each source of random numbers in loaders, samplers, data sets."""
-    import numpy as np
-
-    seen: set[int] = set()
-    waiting = list(items)
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Generator):
-            yield partial(item.set_state, item.get_state())
-        elif isinstance(item, random.Random):
-            yield partial(item.setstate, item.getstate())
-        elif isinstance(item, np.random.RandomState):
-            yield partial(item.set_state, item.get_state())
-        elif isinstance(item, np.random.Generator):
-            yield partial(setattr, item.bit_generator, "state", copy.deepcopy(item.bit_generator.state))
-        elif hasattr(item, "__dict__") and not isinstance(item, (type, torch.nn.Module)):
-            if hasattr(item, "load_state_dict") and hasattr(item, "state_dict"):
-                yield partial(item.load_state_dict, copy.deepcopy(item.state_dict()))
-            waiting += [value for value in vars(item).values() if _may_hold_a_state(value)]
-
-
-def _may_hold_a_state(value: Any) -> bool:
-    import numpy as np
-
-    sources = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-    return isinstance(value, (*sources, DataLoader, Sampler, BatchSampler, Dataset))
+def _trainer_like(trainer: Trainer, pl: ModuleType, plugin: Any, callbacks: list[Any], folder: str) -> Trainer:
+    """Return a Trainer for one device that optimizes as another one does, and leaves nothing anywhere."""
+    device = trainer.strategy.root_device
+    environments = import_module(pl.plugins.ClusterEnvironment.__module__.rpartition(".")[0])  # of this namespace
+    max_epochs = trainer.max_epochs
+    if max_epochs is None:  # what Lightning takes it for, with a warning
+        max_epochs = 1000 if trainer.max_steps == -1 else -1
+    known = device.type in ("cpu", "cuda", "mps")
+    like: Trainer = pl.Trainer(
+        accelerator=device.type if known else trainer.accelerator,
+        devices=[device.index or 0] if device.type == "cuda" else 1,
+        max_epochs=max_epochs,
+        max_steps=trainer.max_steps,
+        limit_train_batches=None if trainer.limit_train_batches == 1.0 else trainer.limit_train_batches,
+        limit_val_batches=0,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        # Not the one of a launcher, which expects as many processes as it has started.
+        plugins=[plugin, environments.LightningEnvironment()],
+        callbacks=callbacks,
+        logger=pl.loggers.logger.DummyLogger(),  # for models that use theirs
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    return like

@@ -11,11 +11,11 @@ from torch import nn
 
 from lightning_amp_plus.advice import PrecisionAdvice, advise, corrected
 from lightning_amp_plus.diagnosis import Cause, Diagnosis
-from lightning_amp_plus.dynamic_range import KINDS, DynamicRange
-from lightning_amp_plus.exponents import bin_of
 from lightning_amp_plus.hardware import PrecisionChoice
 from lightning_amp_plus.kept import KeptModules
 from lightning_amp_plus.loss_scale import LossScale
+from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange
+from lightning_amp_plus.monitoring.exponents import bin_of
 from lightning_amp_plus.report import Precision, StepReport
 
 HALF = PrecisionChoice("16-mixed", "it multiplies float16", emulates_bfloat16=False)

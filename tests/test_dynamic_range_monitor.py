@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.dynamic_range import KINDS, DynamicRange, Kind
-from lightning_amp_plus.exponents import BINS, LOWEST
+from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange, Kind
+from lightning_amp_plus.monitoring.exponents import BINS, LOWEST
 from lightning_amp_plus.report import Precision
 
 if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":

@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_amp_plus import exponents
-from lightning_amp_plus.exponents import BINS, HIGHEST, LOWEST, bin_of, elements_of, exponent_counts, share_below
+from lightning_amp_plus.monitoring import exponents
+from lightning_amp_plus.monitoring.exponents import (
+    BINS,
+    HIGHEST,
+    LOWEST,
+    bin_of,
+    elements_of,
+    exponent_counts,
+    share_below,
+)
 
 INF, NAN = math.inf, math.nan
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -26,12 +26,12 @@ from lightning_amp_plus import (
     LossScale,
     NonFiniteStepError,
     PrecisionAdvice,
-    exponents,
     find_precision,
     finder,
     hardware,
 )
 from lightning_amp_plus.hardware import PrecisionChoice
+from lightning_amp_plus.monitoring import exponents
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Optimizer step .* was not finite in"),  # in a rehearsal

@@ -14,9 +14,10 @@ from helpers import loader, make_trainer
 from namespace import AdaptiveMixedPrecision, AMPMonitor, PrecisionFallback, pl
 from torch import Tensor, nn
 
-from lightning_amp_plus import LossScale, history
+from lightning_amp_plus import LossScale
 from lightning_amp_plus.diagnosis import Cause, Diagnosis
-from lightning_amp_plus.history import EVENT_KINDS, Event, Point, RunHistory, kinds_of, scale_text
+from lightning_amp_plus.monitoring import history
+from lightning_amp_plus.monitoring.history import EVENT_KINDS, Event, Point, RunHistory, kinds_of, scale_text
 from lightning_amp_plus.report import Precision, StepReport
 
 CLEAN = StepReport(step=0, optimizer=0, precision="16-mixed", scale=8.0, attempts=1, outcome="applied")

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 import lightning_amp_plus
-from lightning_amp_plus import incidents
 from lightning_amp_plus.diagnosis import Diagnosis
-from lightning_amp_plus.incidents import FILE_NAME, IncidentLog, incident_of, read_incidents
+from lightning_amp_plus.monitoring import incidents
+from lightning_amp_plus.monitoring.incidents import FILE_NAME, IncidentLog, incident_of, read_incidents
 from lightning_amp_plus.report import StepReport
 
 PACKAGES = str(Path(lightning_amp_plus.__file__).parents[1])
 WRITER = f"""
 import sys
 sys.path.insert(0, {PACKAGES!r})
-from lightning_amp_plus.incidents import IncidentLog
+from lightning_amp_plus.monitoring.incidents import IncidentLog
 log, count, name = IncidentLog(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 step = 0
 while step != count:

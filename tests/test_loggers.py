@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.incidents import read_incidents
+from lightning_amp_plus.monitoring.incidents import read_incidents
 
 if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning_amp_plus import DynamicRangeMonitor

@@ -24,9 +24,11 @@ from namespace import NAMESPACE, AdaptiveMixedPrecision, AMPMonitor, PrecisionFa
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory, exponents, run_report, underflow
+from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory
 from lightning_amp_plus.callbacks import outputs
-from lightning_amp_plus.incidents import read_incidents
+from lightning_amp_plus.drawing import report as drawn_report
+from lightning_amp_plus.monitoring import exponents, underflow
+from lightning_amp_plus.monitoring.incidents import read_incidents
 from lightning_amp_plus.report import Precision
 
 SCALE = 2.0**10
@@ -1214,7 +1216,7 @@ def test_the_report_of_a_second_fit_lists_its_own_incidents(tmp_path: Path, monk
         listed.append([incident["step"] for incident in parts["incidents"]])
         return ""
 
-    monkeypatch.setattr(run_report, "render_report", render)
+    monkeypatch.setattr(drawn_report, "render_report", render)
     trainer = fit(batches(4, bad=[1]), callbacks=[AMPMonitor(report=True)], log_to=tmp_path)
     trainer.fit_loop.epoch_progress.reset()
     with pytest.warns(RuntimeWarning, match="was skipped because"):
@@ -1231,7 +1233,7 @@ def test_the_report_of_a_resumed_run_lists_the_incidents_of_all_of_it(
         listed.append([incident["step"] for incident in parts["incidents"]])
         return ""
 
-    monkeypatch.setattr(run_report, "render_report", render)
+    monkeypatch.setattr(drawn_report, "render_report", render)
     x = batches(4, bad=[1])
     options: dict[str, Any] = {"callbacks": [AMPMonitor(report=True)], "logger": FileLogger(tmp_path)}
     fit(x, **options).save_checkpoint(tmp_path / "a.ckpt")

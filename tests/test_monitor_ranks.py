@@ -24,8 +24,8 @@ from ranks import Ranks, work
 from torch import Tensor, nn
 
 from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, DynamicRangeMonitor, LossScale, PrecisionFallback
-from lightning_amp_plus.incidents import read_incidents
-from lightning_amp_plus.underflow import UnderflowMeter
+from lightning_amp_plus.monitoring.incidents import read_incidents
+from lightning_amp_plus.monitoring.underflow import UnderflowMeter
 
 SCALE = 2.0**10
 STEPS = 6

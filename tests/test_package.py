@@ -47,17 +47,8 @@ PUBLIC = [
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 BINDINGS = ("lightning_pytorch.py", "pytorch_lightning.py")  # all that imports Lightning when it runs
 ADAPTERS = (
-    *(
-        "_lightning.py",
-        "evaluation.py",
-        "hooks.py",
-        "precision.py",
-        "rehearsal.py",
-        "state.py",
-        "window.py",
-        "callbacks/",
-    ),
-    *BINDINGS,
+    *("_lightning.py", "evaluation.py", "finder.py", "hooks.py", "precision.py", "rehearsal.py", "state.py"),
+    *("window.py", "callbacks/", *BINDINGS),
 )
 
 
@@ -133,7 +124,7 @@ def test_the_engine_and_all_it_imports_are_plain_torch() -> None:
     of_metrics = ("transaction.py", "standalone.py")  # which put back the states of torchmetrics
     plain = {path for path in SOURCES if not path.startswith((*ADAPTERS, "__", *of_metrics))}
     assert {"checkpoint.py", "diagnosis.py", "engine.py", "kept.py", "locate.py", "recovery.py", "tries.py"} <= plain
-    found = imported_by(*(f"import lightning_amp_plus.{path[:-3]}" for path in sorted(plain)))
+    found = imported_by(*(f"import lightning_amp_plus.{path[:-3].replace('/', '.')}" for path in sorted(plain)))
     assert "torch" in found
     assert not found & {"lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 

@@ -21,12 +21,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lightning_amp_plus.canvas import RowLocator, shortened
-from lightning_amp_plus.dynamic_range import DynamicRange, Kind
-from lightning_amp_plus.exponents import BINS, bin_of, exponent_counts
-from lightning_amp_plus.history import EVENT_KINDS, RunHistory
-from lightning_amp_plus.plot_range import limits_of
-from lightning_amp_plus.plot_scale import EVENT_STYLES, PERIOD_STYLES
+from lightning_amp_plus.drawing.canvas import RowLocator, shortened
+from lightning_amp_plus.drawing.dynamic_range import limits_of
+from lightning_amp_plus.drawing.loss_scale import EVENT_STYLES, PERIOD_STYLES
+from lightning_amp_plus.monitoring.dynamic_range import DynamicRange, Kind
+from lightning_amp_plus.monitoring.exponents import BINS, bin_of, exponent_counts
+from lightning_amp_plus.monitoring.history import EVENT_KINDS, RunHistory
 from lightning_amp_plus.plotting import plot_dynamic_range, plot_loss_scale
 from lightning_amp_plus.report import Outcome, Precision, StepReport
 
@@ -391,7 +391,7 @@ def test_it_draws_on_given_axes_and_leaves_pyplot_alone(draw: Any) -> None:
 def test_importing_the_pictures_loads_no_matplotlib_and_drawing_them_no_pyplot() -> None:
     code = """
 import sys
-from lightning_amp_plus.history import RunHistory
+from lightning_amp_plus.monitoring.history import RunHistory
 from lightning_amp_plus.plotting import plot_loss_scale
 print("matplotlib" in sys.modules)
 plot_loss_scale(RunHistory())
@@ -406,7 +406,7 @@ def test_without_matplotlib_the_extra_is_named(draw: Any, monkeypatch: pytest.Mo
     for name in list(sys.modules):
         if name.split(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
-        elif name in {f"lightning_amp_plus.{part}" for part in ("canvas", "plot_range", "plot_scale")}:
+        elif name in {f"lightning_amp_plus.drawing.{part}" for part in ("canvas", "dynamic_range", "loss_scale")}:
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match=r'pip install "lightning_amp_plus\[plot\]"'):
         draw()

@@ -15,9 +15,9 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
 from lightning_amp_plus.diagnosis import Diagnosis
-from lightning_amp_plus.incidents import incident_of
+from lightning_amp_plus.drawing.report import MOST_INCIDENTS, figure_png, render_report
+from lightning_amp_plus.monitoring.incidents import incident_of
 from lightning_amp_plus.report import StepReport
-from lightning_amp_plus.run_report import MOST_INCIDENTS, figure_png, render_report
 
 VOID = {"meta", "link", "img", "br"}
 EVIL = "<script>alert(1)</script>\"'&"

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from lightning_amp_plus.history import RunHistory
+from lightning_amp_plus.monitoring.history import RunHistory
+from lightning_amp_plus.monitoring.summary import as_text, summary_rows
 from lightning_amp_plus.report import StepCounters
-from lightning_amp_plus.summary import as_text, summary_rows
 
 
 def test_a_run_without_incidents_has_the_rows_that_all_have() -> None:

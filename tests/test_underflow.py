@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_amp_plus.underflow import UnderflowMeter, UnderflowShares
+from lightning_amp_plus.monitoring.underflow import UnderflowMeter, UnderflowShares
 
 SMALLEST_NORMAL = torch.finfo(torch.float16).tiny
 

@@ -11,13 +11,13 @@ from typing_extensions import override
 from lightning_amp_plus import _lightning
 from lightning_amp_plus.callbacks import outputs
 from lightning_amp_plus.callbacks.once import LoggedOnce
-from lightning_amp_plus.callbacks.run import max_of_ranks, plugin_of, sum_of_ranks
-from lightning_amp_plus.dynamic_range import DynamicRange
-from lightning_amp_plus.exponents import FLOAT16_SUBNORMAL
+from lightning_amp_plus.callbacks.run import log_folder, max_of_ranks, plugin_of, sum_of_ranks
+from lightning_amp_plus.monitoring.dynamic_range import DynamicRange
+from lightning_amp_plus.monitoring.exponents import FLOAT16_SUBNORMAL
+from lightning_amp_plus.monitoring.range_recorder import RangeRecorder
+from lightning_amp_plus.monitoring.sources import RANGE_FILE_NAME
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
-from lightning_amp_plus.range_recorder import RangeRecorder
 from lightning_amp_plus.report import StepReport
-from lightning_amp_plus.sources import RANGE_FILE_NAME
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -204,7 +204,7 @@ class DynamicRangeMonitorMixin(Callback):
         stats = self.stats
         if trainer.barebones or not trainer.is_global_zero or stats.steps == 0:
             return
-        folder = _lightning.log_folder(trainer)
+        folder = log_folder(trainer)
         if folder is not None:
             with outputs.not_in_the_way(f"DynamicRangeMonitor's {RANGE_FILE_NAME}"):
                 outputs.write_whole(folder / RANGE_FILE_NAME, json.dumps(stats.state_dict(), allow_nan=False))

@@ -10,16 +10,22 @@ from typing_extensions import override
 
 from lightning_amp_plus import _lightning
 from lightning_amp_plus.callbacks import outputs
+from lightning_amp_plus.callbacks.bar import show_in_progress_bar
 from lightning_amp_plus.callbacks.dynamic_range import stats_of
 from lightning_amp_plus.callbacks.once import LoggedOnce
-from lightning_amp_plus.callbacks.run import plugin_of, precision_of, scale_of, sum_of_ranks
-from lightning_amp_plus.history import RunHistory, scale_text
-from lightning_amp_plus.incidents import IncidentLog, incident_of, time_now
-from lightning_amp_plus.metrics import metrics_of_optimizers, metrics_of_run, metrics_of_step, metrics_of_underflow
+from lightning_amp_plus.callbacks.run import log_folder, plugin_of, precision_of, scale_of, sum_of_ranks
+from lightning_amp_plus.monitoring.history import RunHistory, scale_text
+from lightning_amp_plus.monitoring.incidents import IncidentLog, incident_of, time_now
+from lightning_amp_plus.monitoring.metrics import (
+    metrics_of_optimizers,
+    metrics_of_run,
+    metrics_of_step,
+    metrics_of_underflow,
+)
+from lightning_amp_plus.monitoring.summary import summary_rows
+from lightning_amp_plus.monitoring.underflow import UnderflowMeter
 from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
 from lightning_amp_plus.report import Precision, StepReport
-from lightning_amp_plus.summary import summary_rows
-from lightning_amp_plus.underflow import UnderflowMeter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -140,7 +146,7 @@ class AMPMonitorMixin(Callback):
         if self.underflow:
             self._meter = UnderflowMeter()
         if self.prog_bar:
-            self._hide = _lightning.show_in_progress_bar(trainer, "amp", partial(_short_text, plugin))
+            self._hide = show_in_progress_bar(trainer, "amp", partial(_short_text, plugin))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -188,7 +194,7 @@ class AMPMonitorMixin(Callback):
         if not trainer.is_global_zero:
             return
         if self._log_file is None:
-            folder = _lightning.log_folder(trainer)
+            folder = log_folder(trainer)
             if folder is None:
                 return
             self._log_file = IncidentLog(folder)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_amp_plus import __version__, _lightning
-from lightning_amp_plus.dynamic_range import DynamicRange, Kind
-from lightning_amp_plus.history import RunHistory
-from lightning_amp_plus.incidents import read_incidents
-from lightning_amp_plus.summary import as_text
+from lightning_amp_plus import __version__
+from lightning_amp_plus.callbacks.run import local_folder
+from lightning_amp_plus.monitoring.dynamic_range import DynamicRange, Kind
+from lightning_amp_plus.monitoring.history import RunHistory
+from lightning_amp_plus.monitoring.incidents import read_incidents
+from lightning_amp_plus.monitoring.summary import as_text
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -162,9 +163,9 @@ def write_report(
         since: The time before which incidents are those of another run.
 
     """
-    from lightning_amp_plus.run_report import render_report
+    from lightning_amp_plus.drawing.report import render_report
 
-    folder = _lightning.local_folder(trainer)
+    folder = local_folder(trainer)
     if folder is None:
         return
     figures = [("Loss scale", loss_scale_figure(history))]

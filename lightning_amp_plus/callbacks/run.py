@@ -1,7 +1,9 @@
-"""What the monitors ask of a run: its plugin, its loss scale, sums and maxima over its ranks."""
+"""What the monitors ask of a run: its plugin, its loss scale, its folder, sums and maxima over its ranks."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +45,30 @@ def precision_of(plugin: AdaptiveMixedPrecisionMixin) -> Precision:
     """Return what a run computes in."""
     precision = plugin.precision
     return "32-true" if precision == "auto" else precision  # which is resolved before the first step
+
+
+def log_folder(trainer: Trainer) -> Path | None:
+    """Return where the first logger of the run keeps its files, as ``ModelCheckpoint`` does.
+
+    ``None`` without one, where it is a remote store, and for a ``fast_dev_run``.
+    ``trainer.log_dir`` is a collective, and for all but two kinds of loggers the same for all runs.
+    """
+    is_a_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
+    if not trainer.loggers or is_a_trial:
+        return None
+    logger = trainer.loggers[0]
+    folder = getattr(logger, "log_dir", None)
+    if folder is None:
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        folder = os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+    return None if "://" in str(folder) else Path(folder)
+
+
+def local_folder(trainer: Trainer) -> Path | None:
+    """Return :func:`log_folder` or, without a logger, the Trainer's own; ``None`` where nothing is to be written."""
+    root: str = trainer.default_root_dir
+    is_a_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
+    return log_folder(trainer) or (None if is_a_trial or "://" in root else Path(root))
 
 
 def sum_of_ranks(trainer: Trainer, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from lightning_amp_plus.history import scale_text
+from lightning_amp_plus.monitoring.history import scale_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,8 +83,8 @@ def render_report(
         title: The heading, and the title of the window.
         summary: Names and values, for the table at the top.
         settings: Names and values, for the table at the end.
-        incidents: What :func:`~lightning_amp_plus.incidents.incident_of` returns for steps, oldest first. The newest
-            200 are shown, the newest first.
+        incidents: What :func:`~lightning_amp_plus.monitoring.incidents.incident_of` returns for steps, oldest first.
+            The newest 200 are shown, the newest first.
         figures: Pictures with their captions, which are also what is read out in place of them.
 
     Example:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_amp_plus.dynamic_range import DynamicRange
-from lightning_amp_plus.history import RunHistory
+from lightning_amp_plus.monitoring.dynamic_range import DynamicRange
+from lightning_amp_plus.monitoring.history import RunHistory
 
 RANGE_FILE_NAME = "amp_dynamic_range.json"
 """What DynamicRangeMonitor writes to the folder of the logs: the JSON of ``DynamicRange.state_dict()``."""

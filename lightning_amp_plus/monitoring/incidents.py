@@ -14,7 +14,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from lightning_amp_plus.history import kinds_of
+from lightning_amp_plus.monitoring.history import kinds_of
 from lightning_amp_plus.report import StepReport
 
 FILE_NAME = "amp_incidents.jsonl"

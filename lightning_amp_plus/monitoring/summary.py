@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_amp_plus.history import RunHistory, scale_text
+from lightning_amp_plus.monitoring.history import RunHistory, scale_text
 from lightning_amp_plus.report import Precision, StepCounters
 
 _MOST_NAMES = 5

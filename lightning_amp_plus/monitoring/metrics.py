@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_amp_plus.history import MANTISSA_BITS
+from lightning_amp_plus.monitoring.history import MANTISSA_BITS
+from lightning_amp_plus.monitoring.underflow import UnderflowShares
 from lightning_amp_plus.report import StepCounters, StepReport
-from lightning_amp_plus.underflow import UnderflowShares
 
 
 def metrics_of_run(counters: StepCounters, report: StepReport, scale: float) -> dict[str, float]:

@@ -15,11 +15,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_amp_plus.batches import tensors_in
-from lightning_amp_plus.dynamic_range import KINDS, DynamicRange, Kind
-from lightning_amp_plus.exponents import FLOAT16_MAX, chunks_of, counts_of, elements_of
 from lightning_amp_plus.gradients import parameters_of
 from lightning_amp_plus.kept import parts_of
 from lightning_amp_plus.locate import eagerly
+from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange, Kind
+from lightning_amp_plus.monitoring.exponents import FLOAT16_MAX, chunks_of, counts_of, elements_of
 
 
 class RangeRecorder:

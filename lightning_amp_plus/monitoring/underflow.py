@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_amp_plus.exponents import FLOAT16_NORMAL, bin_of, exponent_counts
 from lightning_amp_plus.gradients import collect, parameters_of
+from lightning_amp_plus.monitoring.exponents import FLOAT16_NORMAL, bin_of, exponent_counts
 
 
 class UnderflowShares(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_amp_plus.canvas import (
+from lightning_amp_plus.drawing.canvas import (
     BLACK,
     BLUE,
     GREEN,
@@ -20,9 +20,9 @@ from lightning_amp_plus.canvas import (
     canvas,
     power,
 )
-from lightning_amp_plus.history import EventKind, RunHistory
+from lightning_amp_plus.monitoring.history import EventKind, RunHistory
+from lightning_amp_plus.monitoring.sources import history_of
 from lightning_amp_plus.report import Precision
-from lightning_amp_plus.sources import history_of
 
 EVENT_STYLES: dict[EventKind, tuple[str, str, str]] = {
     "retried": ("v", ORANGE, "run again at a lower scale"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_amp_plus.canvas import (
+from lightning_amp_plus.drawing.canvas import (
     BLACK,
     GREY,
     SMALL,
@@ -23,10 +23,10 @@ from lightning_amp_plus.canvas import (
     seen_on_all,
     shortened,
 )
-from lightning_amp_plus.dynamic_range import KINDS, DynamicRange, Kind
-from lightning_amp_plus.exponents import BINS, HIGHEST, LOWEST, bin_of
-from lightning_amp_plus.history import scale_text
-from lightning_amp_plus.sources import dynamic_range_of
+from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange, Kind
+from lightning_amp_plus.monitoring.exponents import BINS, HIGHEST, LOWEST, bin_of
+from lightning_amp_plus.monitoring.history import scale_text
+from lightning_amp_plus.monitoring.sources import dynamic_range_of
 
 SMALLEST_SHARE = 1e-6
 """Shares below it have the colour of it."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_amp_plus.exponents import BINS, HIGHEST, LOWEST, share_below
+from lightning_amp_plus.monitoring.exponents import BINS, HIGHEST, LOWEST, share_below
 
 Kind = Literal["activations", "activation_gradients", "parameter_gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
