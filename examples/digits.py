@@ -206,6 +206,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"argument --epochs: {arguments.epochs} is less than 1; train for at least one epoch")
     if not 0 <= arguments.seed < 2**32:
         parser.error(f"argument --seed: {arguments.seed} is not between 0 and 2**32 - 1")
+    if arguments.stock and (arguments.report or arguments.scope != "model"):
+        parser.error("arguments --report and --scope: they are of our plugin's callbacks; leave --stock out")
     if arguments.stock and arguments.precision == "auto":
         arguments.precision = "bf16-mixed"  # Lightning does not choose
     return arguments

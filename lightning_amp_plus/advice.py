@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrecisionAdvice:
     """What to give to the plugin: ``AdaptiveMixedPrecision(**advice.arguments)``.
 

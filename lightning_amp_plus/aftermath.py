@@ -76,7 +76,9 @@ def _look_back(engine: StepEngine, report: StepReport) -> Diagnosis | None:
 
 def _note_cure(engine: StepEngine, report: StepReport, failed_at: float, worked_at: float) -> None:
     engine.loss_scaler.record_cure(failed=failed_at, worked=worked_at)
-    text = f"Optimizer step {report.step}: the gradients overflowed at loss scale {failed_at:g}; the step was run"
+    first = report.tried[0][1]
+    scales = f"loss scale {first:g}" + (f" and down to {failed_at:g}" if first != failed_at else "")
+    text = f"Optimizer step {report.step}: the gradients overflowed at {scales}; the step was run"
     text += f" again and applied at {worked_at:g}."
     if engine.loss_scaler.loss_scale.dynamic:
         engine.skips.say("scale", logging.INFO, f"{text} This is how the scale is found.")

@@ -77,6 +77,7 @@ class StepEngine:
         fallback: When the run goes on in a wider precision, and in which.
         exempt: Kinds of errors that end a run on purpose, and are never put to the proof.
         checkpoint: Returns what a broken model can be restored from, if there is something.
+        by_optimizer: For each optimizer, by its position, how many steps were applied and how many skipped.
         observers: Called with the report of each step, when all that follows from it is done.
 
     """
@@ -139,6 +140,7 @@ class StepEngine:
         self.precision = self.configured_precision
         self.loss_scaler.restart()
         self.counters = StepCounters()
+        self.by_optimizer: dict[int, list[int]] = {}
         self.last_step: StepReport | None = None
         self.skips.restart()
         self.kept.find(())
@@ -389,7 +391,8 @@ class StepEngine:
 
     def check(self, request: Request, output: Any) -> Attempt:
         """Check what the last run of the window has left."""
-        verdict, made_at = self.passes.check(request, self.can_be_cured)
+        is_half = self.attempt_precision == "16-mixed"
+        verdict, made_at = self.passes.check(request, self.can_be_cured, is_half=is_half)
         return Attempt(output, verdict, made_at, self.attempt_precision)
 
     def _conclude(self, request: Request, attempt: Attempt, proof: Proof | None, *, is_applied: bool) -> StepReport:
@@ -414,6 +417,7 @@ class StepEngine:
             kept=() if proof is None else proof.found,
         )
         self.counters = self.counters.after(outcome, attempts, rescued=rescued)
+        self.by_optimizer.setdefault(request.index, [0, 0])[not is_applied] += 1
         self.iteration.append(outcome)
         if not is_applied or attempts > 1:
             self._iteration_is_clean = False

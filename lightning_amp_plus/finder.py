@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_amp_plus.advice import PrecisionAdvice, advise, corrected
@@ -34,8 +35,8 @@ def find_precision(
     The steps are made by a Trainer of its own on one device, with the accumulation, clipping and limits of ``trainer``
     but without its callbacks and loggers. Afterwards model, optimizers, ``trainer``, loaders and random numbers are as
     before, bitwise: model and loaders are copied, not their data. An advice for ``"16-mixed"`` is rehearsed: as many
-    steps in it, from the same start, until there are some without an overflow. With several processes each of them
-    advises on its own: seed them alike.
+    steps in it, from the same start, up to four times, until there are some without an overflow. With several processes
+    each of them advises on its own: seed them alike.
 
     Args:
         trainer: The Trainer of the run to come, of either namespace of Lightning.
@@ -55,10 +56,13 @@ def find_precision(
 
     Raises:
         ValueError: If an argument is out of its range.
-        TypeError: If the loader is an iterator, which can be used once only.
+        TypeError: If the loader is an iterator, which can be used once only; if the model cannot be copied.
         NonFiniteStepError: If the model is not finite in float32.
 
     """
+    if not hasattr(trainer, "strategy"):
+        name = type(trainer).__name__
+        raise TypeError(f"find_precision got {name} for the Trainer: it is find_precision(trainer, model, ...).")
     _require(steps=steps, precision=precision, headroom=headroom, max_modules=max_modules)
     rehearsal = Rehearsal(trainer, model, train_dataloaders, datamodule, steps)
     choice = select_precision(trainer.strategy.root_device)
@@ -78,6 +82,11 @@ def find_precision(
         before, advice = advice, corrected(advice, reports, plugin.kept_modules, plugin.precision, scale)
         if advice.arguments == before.arguments:
             break  # it was the batch, say
+    else:
+        if rehearse:
+            why = f"the last of {_REHEARSALS} was not clean, and what came of it was not rehearsed"
+            reasons = {**advice.reasons, "rehearsal": why}
+            return replace(advice, reasons=reasons)
     return advice
 
 

@@ -16,10 +16,10 @@ from lightning_amp_plus.checks import Agree, Evidence, Finding, read
 from lightning_amp_plus.held import HeldGradients
 from lightning_amp_plus.report import Place
 
-Look = Callable[[Optimizer, float, float], None]
+Look = Callable[[Optimizer, float, "float | None"], None]
 """Gets an optimizer, what its finite gradients are multiplied by now, and the loss scale that they were made with.
 
-It may read them, and change nothing.
+The last is ``None`` for what was made without loss scaling. It may read them, and change nothing.
 """
 
 
@@ -55,7 +55,7 @@ def finish(
     *,
     wants_norm: bool,
     looks: Sequence[Look] = (),
-    made_at: float = 1.0,
+    made_at: float | None = None,
 ) -> Verdict:
     """Check the gradients of ``optimizer``, show them to the user's hooks, and make them what the optimizer is to see.
 
@@ -68,7 +68,7 @@ def finish(
         clipping: What to clip them to.
         wants_norm: Whether the norm is wanted that ``hooks`` are shown, where it costs a pass.
         looks: What is to see the gradients before ``hooks`` do.
-        made_at: The loss scale that they were made with.
+        made_at: The loss scale that they were made with; ``None`` without one.
 
     """
     max_norm = clipping.threshold if clipping is not None and clipping.algorithm == "norm" else None

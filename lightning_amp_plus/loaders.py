@@ -6,13 +6,16 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch import Tensor
+from torch.nn import Module
 
-_SOURCES = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+_LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType, Tensor, Module, np.ndarray)
+_MOST_OBJECTS = 10_000
 
 
 def copy_of_loader(loader: Any) -> Any:
@@ -24,12 +27,19 @@ def copy_of_loader(loader: Any) -> Any:
 
 
 def restorers_of(items: Iterable[Any]) -> Iterator[Callable[[], object]]:
-    """Yield what puts back the state of each source of random numbers in loaders, samplers, data sets."""
-    seen: set[int] = set()
+    """Yield what puts back the state of each source of random numbers in loaders, samplers, data sets.
+
+    They are searched for in attributes and containers, among the first 10,000 objects; and loaders that have a
+    ``state_dict`` are put back by it. What a data set keeps in other attributes stays as it was left.
+    """
     waiting = list(items)
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
+    for item in waiting:
+        if hasattr(item, "load_state_dict") and hasattr(item, "state_dict"):
+            yield partial(item.load_state_dict, copy.deepcopy(item.state_dict()))
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_OBJECTS:
+        item = waiting.pop(0)
+        if id(item) in seen or isinstance(item, _LEAVES):
             continue
         seen.add(id(item))
         if isinstance(item, torch.Generator):
@@ -40,11 +50,9 @@ def restorers_of(items: Iterable[Any]) -> Iterator[Callable[[], object]]:
             yield partial(item.set_state, item.get_state())
         elif isinstance(item, np.random.Generator):
             yield partial(setattr, item.bit_generator, "state", copy.deepcopy(item.bit_generator.state))
-        elif hasattr(item, "__dict__") and not isinstance(item, (type, torch.nn.Module)):
-            if hasattr(item, "load_state_dict") and hasattr(item, "state_dict"):
-                yield partial(item.load_state_dict, copy.deepcopy(item.state_dict()))
-            waiting += [value for value in vars(item).values() if _may_hold_a_state(value)]
-
-
-def _may_hold_a_state(value: Any) -> bool:
-    return isinstance(value, (*_SOURCES, DataLoader, Sampler, BatchSampler, Dataset))
+        elif isinstance(item, (list, tuple)):
+            waiting += item[:_MOST_OBJECTS]
+        elif isinstance(item, dict):
+            waiting += list(item.values())[:_MOST_OBJECTS]
+        elif hasattr(item, "__dict__"):
+            waiting += vars(item).values()

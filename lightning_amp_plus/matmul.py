@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 _SMALLEST, _LARGEST = 128, 4096  # rows and columns; from 2048 on all tensor cores of a large GPU are busy
+_SMALLEST_FLOAT32 = 512  # what a machine that is busy does with smaller ones is the time of its threads
 _LONG_ENOUGH = 1e-3  # seconds of a float32 matmul that neither launches nor clocks disturb
 _SAMPLE = 5e-3  # seconds between two synchronizations
 
@@ -32,7 +33,7 @@ class MatmulSpeed:
 
 
 def matmul_size(device: torch.device, seconds: float = 0.25) -> int:
-    """Return the rows and columns, 128 to 4096, at which one float32 matmul takes about 1 to 8 ms on a device.
+    """Return the rows and columns, 512 to 4096, at which one float32 matmul takes about 1 to 8 ms on a device.
 
     Args:
         device: Where to measure.
@@ -42,7 +43,7 @@ def matmul_size(device: torch.device, seconds: float = 0.25) -> int:
         RuntimeError: What torch raises where the device cannot be used or has no memory left.
 
     """
-    size = _SMALLEST
+    size = _SMALLEST_FLOAT32
     while size < _LARGEST and _seconds_per_matmul(device, torch.float32, size, seconds / 10) < _LONG_ENOUGH:
         size *= 2
     return size

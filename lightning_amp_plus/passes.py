@@ -146,12 +146,15 @@ class BackwardPasses:
         self._loss = loss
         self._loss_is_old = False
 
-    def check(self, request: Request, can_be_cured: Callable[[float], bool]) -> tuple[Verdict, float | None]:
+    def check(
+        self, request: Request, can_be_cured: Callable[[float], bool], *, is_half: bool
+    ) -> tuple[Verdict, float | None]:
         """Check what the passes have completed, and return the scale that it was made with too.
 
         Args:
             request: What is asked of the step.
             can_be_cured: Tells whether something may help gradients that overflowed at a scale.
+            is_half: Whether they were made in float16; a rescue is not, and still knows a scale, which is 1.
 
         """
         pending = self._held.pending.pop(request.index, None)
@@ -177,7 +180,7 @@ class BackwardPasses:
             request.clipping,
             wants_norm=request.wants_norm,
             looks=request.looks,
-            made_at=made_at or 1.0,
+            made_at=made_at if is_half else None,
         )
         self.has_raised_anywhere = verdict.has_raised
         return verdict, made_at

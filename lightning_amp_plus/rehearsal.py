@@ -65,13 +65,12 @@ class Rehearsal:
 
         """
         plugin = self.names.AdaptiveMixedPrecision(**arguments)
-        plugin.silence()
         reports: list[StepReport] = []
         plugin.observe(lambda report: None if report.is_clean else reports.append(report))
         ours = self._pl.callbacks.LambdaCallback(
             on_train_start=_without_plateaus, on_train_batch_end=partial(_stop_after, self._steps)
         )
-        with tempfile.TemporaryDirectory() as folder, self._as_before():
+        with tempfile.TemporaryDirectory() as folder, self._as_before(), plugin.silenced():
             trainer = _trainer_like(self._trainer, self._pl, plugin, [*callbacks, ours], folder)
             trainer.fit(
                 _copy_of(self._model),
@@ -89,6 +88,9 @@ class Rehearsal:
         loaders = tree_flatten(self._loaders)[0]
         loaders = [part for one in loaders for part in (one.flattened if self._is_combined(one) else [one])]
         restore = list(restorers_of([*loaders, self._datamodule]))
+        backend: Any = getattr(torch, self._trainer.strategy.root_device.type, None)
+        if backend in (getattr(torch, "mps", None), getattr(torch, "xpu", None)):  # which isolate_rng does not know
+            restore.append(partial(backend.set_rng_state, backend.get_rng_state()))
         failed: BaseException | None = None
         with self._pl.utilities.seed.isolate_rng():
             try:
@@ -140,13 +142,18 @@ def _trainer_like(trainer: Trainer, pl: ModuleType, plugin: Any, callbacks: list
     max_epochs = trainer.max_epochs
     if max_epochs is None:  # what Lightning takes it for, with a warning
         max_epochs = 1000 if trainer.max_steps == -1 else -1
+    overfit_batches: float = trainer.overfit_batches  # type: ignore[attr-defined]
+    limit = trainer.limit_train_batches
+    is_all = isinstance(limit, float) and limit == 1  # which Lightning has something to say about
     known = device.type in ("cpu", "cuda", "mps")
     like: Trainer = pl.Trainer(
         accelerator=device.type if known else trainer.accelerator,
         devices=[device.index or 0] if device.type == "cuda" else 1,
         max_epochs=max_epochs,
         max_steps=trainer.max_steps,
-        limit_train_batches=None if trainer.limit_train_batches == 1.0 else trainer.limit_train_batches,
+        limit_train_batches=None if is_all else trainer.limit_train_batches,
+        overfit_batches=overfit_batches,
+        log_every_n_steps=1,
         limit_val_batches=0,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         gradient_clip_val=trainer.gradient_clip_val,

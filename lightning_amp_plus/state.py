@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +47,7 @@ class StatefulPrecision(_MixedPrecision):
         self._mailbox = Mailbox()
         self._window: TrainingWindow | None = None  # during a fit
         self._is_running = self._posts = self._evaluates = self._searches = False
+        self._at_end: list[Callable[[], object]] = []
 
     @property
     def precision(self) -> Literal["auto"] | Precision:  # type: ignore[override]
@@ -63,6 +65,11 @@ class StatefulPrecision(_MixedPrecision):
     def counters(self) -> StepCounters:
         """How many steps were applied and skipped since the run began."""
         return self._up_to_date().counters
+
+    @property
+    def steps_by_optimizer(self) -> dict[int, tuple[int, int]]:
+        """How many steps of each optimizer were applied and skipped since the run began, by its position."""
+        return {index: (applied, skipped) for index, (applied, skipped) in self._up_to_date().by_optimizer.items()}
 
     @property
     def last_step(self) -> StepReport | None:
@@ -114,8 +121,8 @@ class StatefulPrecision(_MixedPrecision):
 
         Args:
             look: Called with the optimizer, what its finite gradients are multiplied by, and the loss scale that they
-                were made with. It may read them, and change nothing. A step that is skipped shows none, one that is run
-                again once.
+                were made with, ``None`` without one. It may read them, before hooks and clipping, and change nothing. A
+                step whose backward overflows shows none, one that is run again those of the attempt that counts.
 
         """
         self._engine.request_look(look)
@@ -130,16 +137,29 @@ class StatefulPrecision(_MixedPrecision):
         """A number that differs from attempt to attempt of a step."""
         return self._engine.passes.attempt
 
-    def silence(self) -> None:
-        """Tell nothing of what happens, where the run is only a rehearsal."""
-        self._engine.skips.notify = _tell_nobody
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Have nothing told of what happens in a run that is only a rehearsal."""
+        skips = self._engine.skips
+        before, skips.notify = skips.notify, _tell_nobody
+        try:
+            yield
+        finally:
+            skips.notify = before
 
-    def observe(self, observer: Callable[[StepReport], None]) -> None:
+    def observe(self, observer: Callable[[StepReport], None], at_end: Callable[[], object] | None = None) -> None:
         """Have ``observer`` called with the report of each step, when all that follows from it is done.
 
         A callback does so in its ``setup``, for one run. It is called for a step that ends the fit as well.
+
+        Args:
+            observer: What is called; it must not raise.
+            at_end: Called when the run is over, whatever has ended it.
+
         """
         self._engine.observers.append(observer)
+        if at_end is not None:
+            self._at_end.append(at_end)
 
     # Runs -------------------------------------------------------------------------------------------------------------
 
@@ -156,6 +176,9 @@ class StatefulPrecision(_MixedPrecision):
         self._is_new = False
 
     def _end_run(self) -> None:
+        at_end, self._at_end = self._at_end, []
+        for function in at_end:
+            function()
         if self._posts:
             self._mailbox.post((state_of(self._engine), self._engine.last_step, self._chosen_for, self._is_new))
         self._is_running = self._posts = self._evaluates = self._searches = False
@@ -171,7 +194,12 @@ class StatefulPrecision(_MixedPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         self._up_to_date()
-        of_a_run = {"_window": None, "_hooks": None, "_evaluation": None}  # which belong to its Trainer
+        of_a_run: dict[str, Any] = {
+            "_window": None,
+            "_hooks": None,
+            "_evaluation": None,
+            "_at_end": [],
+        }  # which belong to its Trainer
         return {**self.__dict__, **of_a_run}
 
     # Checkpoints ------------------------------------------------------------------------------------------------------

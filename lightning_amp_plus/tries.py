@@ -98,9 +98,10 @@ class StepTries:
             is_final: Whether the step is applied if this is finite. Else the user's hooks are not called.
 
         """
-        output = self._run(scale)
-        request = self._request if is_final else self._request.as_a_test()
-        return self._engine.check(request, output)
+        return self._check(self._run(scale), is_final=is_final)
+
+    def _check(self, output: Any, *, is_final: bool) -> Attempt:
+        return self._engine.check(self._request if is_final else self._request.as_a_test(), output)
 
     def attempt(self, precision: Precision, measure: str | None = None, *, is_final: bool = True) -> Attempt | None:
         """Run the window, and measure what a module puts out; ``None`` if it raises, or does not fit into memory."""
@@ -109,19 +110,20 @@ class StepTries:
         if precision == "16-mixed":
             scaler = self._engine.loss_scaler
             scales = [scaler.get_scale(), *scaler.retry_scales(scaler.get_scale(), self._engine.retries)]
-        try:
-            with _measured(self._module, measure) as measured:
-                for scale in scales:
-                    attempt = self.run_at(scale, is_final=is_final)
-                    if attempt.verdict.non_finite != "gradients":
-                        break
-        except Exception as error:
-            if self._ends_the_run(error):
-                raise
-            if is_out_of_memory(error):
-                self._engine.fallback.drop(precision)
-            self._engine.passes.clear(self._request.optimizer)
-            return None
+        for scale in scales:
+            try:
+                with _measured(self._module, measure) as measured:
+                    output = self._run(scale)
+            except Exception as error:
+                if self._ends_the_run(error):
+                    raise
+                if is_out_of_memory(error):
+                    self._engine.fallback.drop(precision)
+                self._engine.passes.clear(self._request.optimizer)
+                return None
+            attempt = self._check(output, is_final=is_final)  # what a hook raises is no failure of the attempt
+            if attempt.verdict.non_finite != "gradients":
+                break
         attempt.magnitude = measured.get("largest")
         return attempt
 

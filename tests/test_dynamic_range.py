@@ -92,7 +92,7 @@ def test_added_are_counts_and_steps_and_of_magnitudes_the_larger_is_kept() -> No
     assert total.updates.tolist() == [[24, 0], [18, 0]]
     assert_close(total.largest, torch.tensor([[2e5, 0], [0, 0], [0, 3e38]]))
     assert_close(total.largest_input, torch.tensor([3e38, 0.1]))
-    assert (total.steps, total.loss_scale) == (9, 2.0**10)
+    assert (total.steps, total.loss_scale) == (9, 2.0**9)
 
 
 def test_added_to_nothing_it_is_the_same() -> None:

@@ -574,3 +574,53 @@ def test_a_trainer_without_the_plugin_is_refused() -> None:
     trainer = make_trainer(callbacks=[DynamicRangeMonitor()])
     with pytest.raises(TypeError, match="DynamicRangeMonitor reads what AdaptiveMixedPrecision does"):
         trainer.fit(Exact(), factors(1.0))
+
+
+# ---------------------------------------------------------------- strategies and devices that CPUs do not show
+
+
+class LoadsLate(pl.strategies.SingleDeviceStrategy):
+    """As a ModelParallelStrategy, which has a checkpoint loaded after ``on_fit_start``."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+
+def test_sums_go_on_where_a_checkpoint_is_loaded_late(tmp_path: Path) -> None:
+    first = fit(DynamicRangeMonitor(1), Exact(), factors(1.0, 1.0))
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    monitor = DynamicRangeMonitor(1)
+    strategy = LoadsLate(torch.device("cpu"))
+    fit(monitor, Exact(), factors(1.0, 1.0), strategy=strategy, max_epochs=2, ckpt_path=tmp_path / "a.ckpt")
+    assert monitor.stats.steps == 4
+
+
+def test_a_device_that_is_broken_hides_no_error_and_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(Exact):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.loss(batch)
+            monkeypatch.setattr(DynamicRange, "cpu", fail)
+            raise ValueError("mine")
+
+    def fail(stats: DynamicRange) -> DynamicRange:
+        raise RuntimeError("an illegal memory access")
+
+    module = Breaks()
+    with pytest.warns(RuntimeWarning, match="stats could not be written"), pytest.raises(ValueError, match="mine"):
+        fit(DynamicRangeMonitor(1), module, factors(1.0))
+    assert not module.linear._forward_hooks
+
+
+def test_hooks_are_gone_although_another_callback_fails_at_the_end() -> None:
+    class Breaks(Exact):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            raise ValueError("mine")
+
+    class FailsToo(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
+    module = Breaks()
+    with pytest.raises(ValueError, match="mine"):
+        fit(DynamicRangeMonitor(1), module, factors(1.0), callbacks=[FailsToo()])
+    assert not module.linear._forward_hooks

@@ -48,6 +48,8 @@ def test_random_numbers_of_all_magnitudes_are_counted_as_frexp_does_one_by_one(d
     powers = torch.randint(-160, 140, (3000,), generator=generator).double()
     tensor = (torch.randn(3000, generator=generator, dtype=torch.float64) * 2**powers).to(dtype)
     tensor = tensor[(tensor != 0) & tensor.isfinite()]
+    if dtype is torch.float64:  # which is rounded to float32 first
+        tensor = tensor[(tensor.abs() < 2.0**-160) | (tensor.abs() > 2.0**-125)]
     assert len(tensor) > 300
     assert exponent_counts(tensor).tolist() == expected(tensor.double().tolist())
 

@@ -1021,3 +1021,57 @@ def test_a_t5_trains_as_advised_with_one_module_wide() -> None:
     advice = follow(Copy, DataLoader(words, batch_size=None), steps=10)  # type: ignore[arg-type]
     assert advice.precision == "16-mixed"
     assert "t5.encoder.block.0.layer.1.DenseReluDense.wo" in advice.keep_fp32
+
+
+# ---------------------------------------------------------------- found by others
+
+
+class WithNoise(Dataset[Any]):
+    """Keeps a source of random numbers where it is not seen at once."""
+
+    def __init__(self) -> None:
+        self.transforms = [{"noise": np.random.default_rng(3)}]
+        self.rows = rows()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.rows[index]
+        return x + float(self.transforms[0]["noise"].normal()), y
+
+
+def test_sources_of_random_numbers_deep_in_a_data_set_are_as_before() -> None:
+    data = [WithNoise(), WithNoise()]
+    before = [one.transforms[0]["noise"].bit_generator.state for one in data]
+    find(built(Net), DataLoader(torch.utils.data.ConcatDataset(data), batch_size=16))
+    assert [one.transforms[0]["noise"].bit_generator.state for one in data] == before
+
+
+def test_a_limit_of_one_batch_is_no_limit_of_all() -> None:
+    seen: set[int] = set()
+
+    class Sees(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.add(batch_idx)
+            return self.loss(batch)
+
+    find(built(Sees), batches(), make_trainer(limit_train_batches=1, max_epochs=3), rehearse=False)
+    assert seen == {0}
+
+
+def test_a_forgotten_trainer_is_told_of() -> None:
+    with pytest.raises(TypeError, match=r"got Net for the Trainer: it is find_precision\(trainer, model"):
+        find_precision(built(Net), batches())  # type: ignore[arg-type]
+
+
+def test_no_picture_is_drawn_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    plotting = importlib.import_module("lightning_amp_plus.plotting")
+    monkeypatch.setattr(plotting, "plot_dynamic_range", lambda *args: pytest.fail("drawn"))
+    assert find(built(Net), batches()).precision == "16-mixed"
+
+
+def test_advice_can_be_compared_and_hashed() -> None:
+    advice = find(built(Net), batches(), rehearse=False)
+    assert advice == advice
+    assert len({advice, advice}) == 1

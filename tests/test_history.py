@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_amp_plus import LossScale
 from lightning_amp_plus.diagnosis import Cause, Diagnosis
 from lightning_amp_plus.monitoring import history
-from lightning_amp_plus.monitoring.history import EVENT_KINDS, Event, Point, RunHistory, kinds_of, scale_text
+from lightning_amp_plus.monitoring.events import EVENT_KINDS, kinds_of
+from lightning_amp_plus.monitoring.history import Event, Point, RunHistory, scale_text
 from lightning_amp_plus.report import Precision, StepReport
 
 CLEAN = StepReport(step=0, optimizer=0, precision="16-mixed", scale=8.0, attempts=1, outcome="applied")
@@ -82,7 +83,6 @@ def test_all_that_is_known_of_the_steps_is_added_up() -> None:
     assert made.kept == ["a.b"]
     assert made.causes == {"scale": 1, "forward": 1, "batch": 1, "backward": 1, "unsupported": 1}
     assert made.places == {"a.b": 1, "": 1, "c": 1}
-    assert made.by_optimizer == {0: [4, 1], 1: [1, 0]}
     assert (made.lowest_scale, made.highest_scale) == (2.0**9, 2.0**10)
 
 
@@ -90,12 +90,7 @@ def test_a_clean_step_at_the_same_scale_takes_no_room() -> None:
     made = RunHistory()
     for step in range(500):
         made.add(report(step), 8.0, "16-mixed")
-    assert (made.points, made.events, made.last_step, made.by_optimizer) == (
-        [(0, 8.0, "16-mixed")],
-        [],
-        499,
-        {0: [500, 0]},
-    )
+    assert (made.points, made.events, made.last_step) == ([(0, 8.0, "16-mixed")], [], 499)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -124,6 +119,26 @@ def test_places_are_bounded_and_those_known_are_counted_on(monkeypatch: pytest.M
 # ---------------------------------------------------------------- a long run
 
 
+def test_a_long_history_of_two_scales_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_MOST", 40)
+    made = RunHistory()
+    for step in range(1000):
+        made.add(report(step), 2.0 ** (15 + step % 2), "16-mixed")
+    early = [point.scale for point in made.points if point.step < 500]
+    assert set(early) == {2.0**15, 2.0**16}
+    assert len(made.points) <= 40
+
+
+def test_a_long_history_keeps_every_change_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_MOST", 40)
+    made = RunHistory()
+    for step in range(1000):
+        precision: Precision = "bf16-mixed" if 500 <= step < 510 else "16-mixed"
+        made.add(report(step, precision=precision), 1.0 if precision == "bf16-mixed" else 2.0 ** (step % 5), precision)
+    assert [point.step for point in made.points if point.precision == "bf16-mixed"] == [500]
+    assert 510 in [point.step for point in made.points]
+
+
 def test_a_long_history_stays_small_and_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_MOST", 20)
     made = RunHistory()
@@ -144,7 +159,8 @@ def test_the_first_thinning_lets_every_second_one_go(monkeypatch: pytest.MonkeyP
     made = RunHistory()
     for step in range(5):
         made.add(report(step, attempts=2), 2.0**step, "16-mixed")
-    assert [point.step for point in made.points] == [event.step for event in made.events] == [0, 2, 4]
+    assert [event.step for event in made.events] == [0, 2, 4]
+    assert [point.step for point in made.points] == [0, 1, 4]  # the lowest and the highest of the last four
 
 
 # ---------------------------------------------------------------- state

@@ -42,6 +42,10 @@ def lines_of(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
+def told(report: StepReport) -> dict[str, Any]:
+    return incident_of(report, 0, 0, 0, ("16-mixed", 1024.0))
+
+
 # What a line tells ----------------------------------------------------------------------------------------------------
 
 
@@ -50,11 +54,12 @@ def test_an_incident_tells_all_of_a_step() -> None:
         7, 2, "32-true", 1.0, 3, "applied", rescued=True, diagnosis=Diagnosis("forward", "head", "1e5"),
         tried=(("16-mixed", 1024.0), ("16-mixed", 512.0), ("32-true", 1.0)), moves_to="bf16-mixed", kept=("head",),
     )  # fmt: skip
-    incident = incident_of(report, epoch=4, batch_idx=9)
+    incident = incident_of(report, epoch=4, batch_idx=9, global_step=6, after=("bf16-mixed", 1.0))
     age = datetime.now(timezone.utc) - datetime.fromisoformat(incident.pop("time"))
     assert timedelta(0) <= age < timedelta(minutes=1)
     assert incident == {
         "step": 7,
+        "global_step": 6,
         "epoch": 4,
         "batch_idx": 9,
         "optimizer": 2,
@@ -69,11 +74,12 @@ def test_an_incident_tells_all_of_a_step() -> None:
         "scale": 1.0,
         "moves_to": "bf16-mixed",
         "kept": ["head"],
+        "after": ["bf16-mixed", 1.0],
     }
 
 
 def test_a_step_that_was_run_once_tells_its_one_attempt() -> None:
-    incident = incident_of(skipped(non_finite="gradients"), 0, 0)
+    incident = told(skipped(non_finite="gradients"))
     assert (incident["tried"], incident["cause"], incident["module"]) == ([["16-mixed", 1024.0]], None, None)
     assert (incident["kinds"], incident["non_finite"]) == (["skipped"], "gradients")
 
@@ -88,12 +94,12 @@ def test_a_step_that_was_run_once_tells_its_one_attempt() -> None:
     ],
 )
 def test_the_kinds_are_what_became_of_the_step(what: dict[str, Any], kinds: list[str]) -> None:
-    assert incident_of(skipped(**what), 0, 0)["kinds"] == kinds
+    assert told(skipped(**what))["kinds"] == kinds
 
 
 def test_an_incident_survives_json_as_it_is(tmp_path: Path) -> None:
     found = Diagnosis("unsupported", "wörter.0", 'it raised:\n "¼ \u2028 \ud800" \x00')
-    incident = incident_of(skipped(diagnosis=found), 0, 0)
+    incident = told(skipped(diagnosis=found))
     log = IncidentLog(tmp_path)
     log.add(incident)
     log.close()
@@ -102,7 +108,7 @@ def test_an_incident_survives_json_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_cut_so_that_a_line_is_small(tmp_path: Path) -> None:
-    incident = incident_of(skipped(diagnosis=Diagnosis("unsupported", "head", "x" * 10**6)), 0, 0)
+    incident = told(skipped(diagnosis=Diagnosis("unsupported", "head", "x" * 10**6)))
     assert incident["detail"] == "x" * 2000
 
 
@@ -111,7 +117,7 @@ def test_a_report_with_many_kept_modules_fits_the_file(tmp_path: Path, monkeypat
     monkeypatch.setattr(incidents, "MAX_BYTES", 1000)
     log = IncidentLog(tmp_path)
     for step in range(3):
-        log.add(incident_of(skipped(step=step, kept=tuple(f"layers.{i}" for i in range(200))), 0, 0))
+        log.add(told(skipped(step=step, kept=tuple(f"layers.{i}" for i in range(200)))))
     log.close()
     assert [incident["step"] for incident in read_incidents(tmp_path)] == [1, 2]
 

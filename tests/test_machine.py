@@ -438,7 +438,7 @@ class Matrix:
 
 
 @pytest.mark.parametrize(
-    ("rate", "size"), [(1e8, 128), (1e10, 256), (2e11, 512), (2e12, 1024), (8e12, 2048), (5e13, 4096), (4e14, 4096)]
+    ("rate", "size"), [(1e8, 512), (1e10, 512), (2e11, 512), (2e12, 1024), (8e12, 2048), (5e13, 4096), (4e14, 4096)]
 )
 @pytest.mark.parametrize("loading", [0.0, 0.3])
 def test_the_size_takes_float32_a_millisecond_or_more(

@@ -678,13 +678,13 @@ def underflow_in(row: dict[str, float]) -> dict[str, float]:
 def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of elements of the gradients that are counted from now on."""
     passes: list[int] = []
-    count = exponents.exponent_counts
+    count = exponents.counts_of
 
     def counted(gradient: Tensor, factor: float) -> Tensor:
         passes.append(gradient.numel())
         return count(gradient, factor)
 
-    monkeypatch.setattr(underflow, "exponent_counts", counted)
+    monkeypatch.setattr(underflow, "counts_of", counted)
     return passes
 
 
@@ -1239,3 +1239,100 @@ def test_the_report_of_a_resumed_run_lists_the_incidents_of_all_of_it(
     fit(x, **options).save_checkpoint(tmp_path / "a.ckpt")
     fit(x, ckpt_path=tmp_path / "a.ckpt", max_epochs=2, **options)
     assert listed == [[1], [1, 5]]
+
+
+# ---------------------------------------------------------------- what is true at the end
+
+
+@precisions
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 5, "max_epochs": -1}])
+def test_the_norm_at_the_end_of_an_epoch_is_that_of_its_last_step(precision: Precision, limits: Any) -> None:
+    x = batches(7)
+    trainer = fit(x, precision=precision, log_every_n_steps=50, **limits)
+    last = true_norms(x)[limits.get("max_steps", 7) - 1]
+    assert float(trainer.callback_metrics["amp/grad_norm"]) == pytest.approx(last, rel=1e-6)
+
+
+def test_the_norm_can_be_monitored_although_the_first_step_is_skipped(tmp_path: Path) -> None:
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor="amp/grad_norm")
+    fit(batches(4, bad=[0]), callbacks=[AMPMonitor(), checkpoint], enable_checkpointing=True)
+    assert checkpoint.best_model_path
+
+
+class Overflows(Rows):
+    """Its first layer's output is beyond float16 if a row is 2^17 times as large."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.layer(batch * 2.0**17) * 2.0**-17).float().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+
+def test_a_rescued_step_tells_nothing_of_the_underflow_in_float16(tmp_path: Path) -> None:
+    module = Overflows()
+    nn.init.ones_(module.layer.weight)
+    monitor = AMPMonitor(underflow=True, every_n_steps=1)
+    fallback = PrecisionFallback(patience=10**6, within_steps=10**6)
+    fit(batches(3), module, callbacks=[fallback, monitor], log_to=tmp_path, log_every_n_steps=1)
+    assert monitor.history.events == [(step, "rescued") for step in range(3)]
+    assert not [key for row in rows_of(tmp_path) for key in row if "underflow" in key]
+
+
+@pytest.mark.filterwarnings("ignore:A batch of the evaluation was not finite")
+def test_a_validation_with_rescued_batches_is_an_incident(tmp_path: Path) -> None:
+    module = Overflows()
+    nn.init.ones_(module.layer.weight)
+    callbacks = [PrecisionFallback(patience=10**6, within_steps=10**6), AMPMonitor()]
+    fit(batches(2), module, callbacks=callbacks, log_to=tmp_path, validate=True)
+    *steps, evaluation = read_incidents(tmp_path)
+    assert [incident["kinds"] for incident in steps] == [["rescued"]] * 2
+    assert (evaluation["kinds"], evaluation["step"], evaluation["epoch"]) == ([], 1, 0)
+    assert evaluation["detail"].startswith("2 batches of the validation were not finite")
+
+
+def test_the_counts_of_each_optimizer_go_on_from_a_run_without_the_monitor(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "32-true", "log_every_n_steps": 1}
+    first = fit(batches(3), TwoOptimizers(), callbacks=[], **options)
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    fit(batches(3), TwoOptimizers(), log_to=tmp_path / "b", max_epochs=2, ckpt_path=tmp_path / "a.ckpt", **options)
+    last = rows_of(tmp_path / "b")[-1]
+    assert [last[f"amp/applied_steps{suffix}"] for suffix in ("", "_0", "_1")] == [12, 6, 6]
+
+
+def test_the_report_tells_the_rules_of_the_fallback(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    fit(batches(2), callbacks=[PrecisionFallback(patience=7), AMPMonitor(report=True)], log_to=tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert re.search(r"fallback\.patience</th><td>7</td>", page)
+
+
+def test_the_progress_bar_is_given_back_when_the_run_ends_whatever_callbacks_do() -> None:
+    class FailsAtTheEnd(pl.Callback):
+        def on_fit_end(self, *args: Any) -> None:
+            assert "get_metrics" not in vars(bar)  # the Trainer has torn the run down already
+            raise RuntimeError("its own")
+
+    bar = Bar()
+    with pytest.raises(RuntimeError, match="its own"):
+        fit(batches(2), callbacks=[bar, FailsAtTheEnd(), AMPMonitor()], enable_progress_bar=True)
+    assert "get_metrics" not in vars(bar)
+
+
+def test_events_from_a_log_folder_are_exact(tmp_path: Path) -> None:
+    monitor = AMPMonitor()
+    plugin = AdaptiveMixedPrecision("16-mixed", LossScale(init_scale=2.0**20))
+    fit(batches(60, bad=[13]), plugin=plugin, callbacks=[monitor], log_to=tmp_path, log_every_n_steps=20)
+    read = RunHistory.from_metrics(tmp_path)
+    assert monitor.history.events[0] == (0, "retried")
+    assert (13, "skipped") in monitor.history.events
+    assert read.events == monitor.history.events
+
+
+def test_a_resumed_run_in_a_log_folder_has_no_events_of_before(tmp_path: Path) -> None:
+    x = batches(4, bad=[1])
+    fit(x, log_to=tmp_path / "a").save_checkpoint(tmp_path / "a.ckpt")
+    callbacks = [AMPMonitor(incidents=False)]
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "ckpt_path": tmp_path / "a.ckpt"}
+    fit(batches(4), callbacks=callbacks, log_to=tmp_path / "b", **options)
+    assert RunHistory.from_metrics(tmp_path / "b").events == []

@@ -73,7 +73,7 @@ def count_looks() -> list[float]:
     looks: list[float] = []
     look = UnderflowMeter.look
 
-    def counted(self: UnderflowMeter, optimizer: Any, scale: float, made_at: float) -> None:
+    def counted(self: UnderflowMeter, optimizer: Any, scale: float, made_at: float | None) -> None:
         looks.append(scale)
         look(self, optimizer, scale, made_at)
 

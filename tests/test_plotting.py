@@ -25,8 +25,9 @@ from lightning_amp_plus.drawing.canvas import RowLocator, shortened
 from lightning_amp_plus.drawing.dynamic_range import limits_of
 from lightning_amp_plus.drawing.loss_scale import EVENT_STYLES, PERIOD_STYLES
 from lightning_amp_plus.monitoring.dynamic_range import DynamicRange, Kind
+from lightning_amp_plus.monitoring.events import EVENT_KINDS
 from lightning_amp_plus.monitoring.exponents import BINS, bin_of, exponent_counts
-from lightning_amp_plus.monitoring.history import EVENT_KINDS, RunHistory
+from lightning_amp_plus.monitoring.history import RunHistory
 from lightning_amp_plus.plotting import plot_dynamic_range, plot_loss_scale
 from lightning_amp_plus.report import Outcome, Precision, StepReport
 

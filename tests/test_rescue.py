@@ -967,3 +967,32 @@ def test_what_ends_a_run_on_purpose_is_not_taken_for_a_failed_attempt() -> None:
     module = Ends()
     fit(module, batches(2), rescues())  # Lightning ends the epoch
     assert module.calls == [torch.float16, torch.float32, torch.float16]
+
+
+# ---------------------------------------------------------------- code of the user's that raises at the very end
+
+
+class HookRaises(Net):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        raise KeyError("mine")
+
+
+class ClippingRaises(Net):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyError("mine")
+
+
+class CallbackRaises(pl.Callback):
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize("inject", [hot, factored])
+@pytest.mark.parametrize("kind", [HookRaises, ClippingRaises, CallbackRaises])
+def test_what_a_hook_raises_in_a_rescue_reaches_the_user(inject: Inject, kind: Any) -> None:
+    is_callback = kind is CallbackRaises
+    module = Net(inject) if is_callback else kind(inject)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(KeyError, match="mine"):
+        fit(module, batches(2), rescues(), callbacks=[CallbackRaises()] if is_callback else [])
+    assert_equal(module.state_dict(), before)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from lightning_amp_plus.diagnosis import Diagnosis
 from lightning_amp_plus.drawing.report import MOST_INCIDENTS, figure_png, render_report
-from lightning_amp_plus.monitoring.incidents import incident_of
+from lightning_amp_plus.monitoring.incidents import evaluation_incident, incident_of
 from lightning_amp_plus.report import StepReport
 
 VOID = {"meta", "link", "img", "br"}
@@ -62,7 +62,7 @@ def an_incident(step: int = 41, detail: str = "put out 4.3e+05", module: str = "
         step, 0, "16-mixed", 1.0, 3, "applied", rescued=True, diagnosis=Diagnosis("forward", module, detail),
         tried=(("16-mixed", 2.0**16), ("16-mixed", 1000.0), ("32-true", 1.0)), **what,
     )  # fmt: skip
-    return incident_of(report, epoch=2, batch_idx=7)
+    return incident_of(report, epoch=2, batch_idx=7, global_step=40, after=("16-mixed", 1000.0))
 
 
 def a_page(**parts: Any) -> str:
@@ -95,9 +95,20 @@ def test_an_incident_tells_all_that_is_known() -> None:
         *("41", "7, epoch 2", "rescued", "fallback", "to bf16-mixed", "in float32: gain, wo"),
         *("16-mixed at 2^16", "16-mixed at 1000", "32-true", "forward: gain", "put out 4.3e+05"),
     ]
-    skipped = incident_of(StepReport(5, 1, "32-true", 1.0, 1, "skipped", "gradients"), 0, 5)
+    skipped = incident_of(StepReport(5, 1, "32-true", 1.0, 1, "skipped", "gradients"), 0, 5, 5, ("32-true", 1.0))
     row = Page(a_page(incidents=[skipped])).texts
     assert row[-5:] == ["5", "5, epoch 0, optimizer 1", "skipped", "32-true", "inf or NaN in: gradients"]
+
+
+def test_a_validation_with_rescued_batches_is_an_incident() -> None:
+    row = Page(a_page(incidents=[evaluation_incident(3, 40, 2)])).texts
+    assert row[-3:] == ["40", "validation", evaluation_incident(3, 40, 2)["detail"]]
+
+
+def test_incidents_that_were_not_kept_are_not_said_to_be_none() -> None:
+    texts = Page(a_page(incidents=None)).texts
+    assert any(text.startswith("They were not kept") for text in texts)
+    assert "None was logged." not in texts
 
 
 def test_pictures_are_in_the_page_with_their_captions() -> None:

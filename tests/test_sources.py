@@ -196,9 +196,9 @@ def test_files_that_are_not_there_or_something_else(tmp_path: Path) -> None:
 
 
 def test_what_is_no_source_is_told_what_is() -> None:
-    with pytest.raises(TypeError, match=r"A int is no source of a RunHistory: pass one, a AMPMonitor, a Trainer"):
+    with pytest.raises(TypeError, match=r"int is no source of a RunHistory: pass one, the AMPMonitor, a Trainer"):
         history_of(3)
-    with pytest.raises(TypeError, match="A RunHistory is no source of a DynamicRange"):
+    with pytest.raises(TypeError, match="RunHistory is no source of a DynamicRange"):
         dynamic_range_of(a_history())
     with pytest.raises(ValueError, match="This SimpleNamespace has no RunHistory yet: run fit first"):
         history_of(SimpleNamespace(history=None))

@@ -95,7 +95,7 @@ class DynamicRangeMonitorMixin(Callback):
         if stage == "fit":
             self._end()
             self._stats = DynamicRange.empty(())
-            plugin.observe(self._on_step)
+            plugin.observe(self._on_step, at_end=self._give_back)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -108,7 +108,6 @@ class DynamicRangeMonitorMixin(Callback):
             scale=partial(_gradient_scale, plugin),
             attempt=partial(_attempt, plugin),
         )
-        self._recorder.resume(self._stats)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -123,14 +122,21 @@ class DynamicRangeMonitorMixin(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave()
         if trainer.state.fn == "fit":
             self._tell(trainer)
-        self._leave()
 
-    def _leave(self) -> None:
-        self._stats = self.stats
+    def _give_back(self) -> None:
+        """Leave nothing on the module, and the compiler as it was."""
         if self._recorder is not None:
             self._recorder.cancel()
+
+    def _leave(self) -> None:
+        self._give_back()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            with outputs.not_in_the_way("DynamicRangeMonitor's stats"):  # on a device that may be broken
+                self._stats = recorder.total.cpu()
         self._end()
 
     @override
@@ -146,6 +152,8 @@ class DynamicRangeMonitorMixin(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._recorder is not None:
+            self._recorder.resume(self._stats)  # which some strategies load this late
         self._measured_at = self._last_multiple(trainer)  # of the run that is resumed
 
     @override
@@ -176,7 +184,7 @@ class DynamicRangeMonitorMixin(Callback):
         recorder = self._recorder
         if recorder is not None and recorder.is_recording and self._has_stepped:
             if self._is_whole:
-                self._pending = _metrics(recorder.stop(partial(_add_up, trainer)).cpu())
+                self._pending = _metrics(recorder.stop(partial(_reduce, trainer)).cpu())
                 self._measured_at = self._last_multiple(trainer)
             else:
                 recorder.cancel()  # and look on at the next
@@ -238,10 +246,6 @@ def _attempt(plugin: AdaptiveMixedPrecisionMixin) -> int:
     return plugin.attempt
 
 
-def _add_up(trainer: Trainer, step: DynamicRange) -> None:
-    """Have a step be that of all ranks."""
-    step.counts = sum_of_ranks(trainer, step.counts)
-    step.above = sum_of_ranks(trainer, step.above)
-    step.updates = sum_of_ranks(trainer, step.updates)
-    step.largest = max_of_ranks(trainer, step.largest)
-    step.largest_input = max_of_ranks(trainer, step.largest_input)
+def _reduce(trainer: Trainer, step: DynamicRange) -> None:
+    if trainer.world_size > 1:
+        step.reduce_(partial(sum_of_ranks, trainer), partial(max_of_ranks, trainer))

@@ -15,7 +15,7 @@ from lightning_amp_plus.callbacks.dynamic_range import stats_of
 from lightning_amp_plus.callbacks.once import LoggedOnce
 from lightning_amp_plus.callbacks.run import log_folder, plugin_of, precision_of, scale_of, sum_of_ranks
 from lightning_amp_plus.monitoring.history import RunHistory, scale_text
-from lightning_amp_plus.monitoring.incidents import IncidentLog, incident_of, time_now
+from lightning_amp_plus.monitoring.incidents import IncidentLog, evaluation_incident, incident_of, time_now
 from lightning_amp_plus.monitoring.metrics import (
     metrics_of_optimizers,
     metrics_of_run,
@@ -43,10 +43,12 @@ class AMPMonitorMixin(Callback):
     cumulative counts. The last values of an epoch are logged at its end, so that ``ModelCheckpoint`` and
     ``EarlyStopping`` can monitor any key. Under ``Trainer(barebones=True)`` it is silent.
 
-    Each step that was run again, rescued or skipped, and each fallback, is a line of JSON in ``amp_incidents.jsonl``,
-    beside the files of the first logger. At the end of a fit, also one that an error has ended, a table tells what
-    became of the steps, and loggers that hold images (TensorBoard, W&B, MLflow) get a picture of the loss scale if
-    matplotlib is installed.
+    Each step that was run again, rescued or skipped, each fallback, and each validation with rescued batches is a line
+    of JSON in ``amp_incidents.jsonl``, beside the files of the first logger. Its ``step`` counts the steps of all
+    optimizers, skipped ones too; its ``batch_idx`` is the last of the step's batches.
+
+    At the end of a fit, also one that an error has ended, a table tells what became of the steps, and loggers that hold
+    images (TensorBoard, W&B, MLflow) get a picture of the loss scale if matplotlib is installed.
 
     Logged metrics:
         - ``amp/loss_scale``: the loss scale after the step; 1 without loss scaling.
@@ -117,13 +119,15 @@ class AMPMonitorMixin(Callback):
 
     def _end(self) -> None:
         """Hold nothing of a run."""
-        self._is_running = False
+        self._plugin: AdaptiveMixedPrecisionMixin | None = None  # of the run
+        self._settings: list[tuple[str, str]] = []
+        self._logs_this = False  # whether the Trainer logs this step
         self._began = ""  # the time from which incidents are of this run
         self._has_news = False  # that were not told yet
         self._reports: dict[int, StepReport] = {}  # by optimizer, since the last batch that made steps
         self._of_batch = False  # whether the batch has made some of them
         self._is_first = True  # in its epoch
-        self._skipped = 0
+        self._skipped = self._evaluated = 0
         self._logged = LoggedOnce()
         self._log_file: IncidentLog | None = None
         self._meter: UnderflowMeter | None = None
@@ -141,8 +145,9 @@ class AMPMonitorMixin(Callback):
         self.history = RunHistory()
         if trainer.barebones:
             return
-        self._is_running, self._began = True, time_now()
-        plugin.observe(partial(self._on_step, trainer, plugin))
+        self._began = time_now()
+        self._plugin = plugin
+        plugin.observe(partial(self._on_step, trainer, plugin), at_end=self._give_back)
         if self.underflow:
             self._meter = UnderflowMeter()
         if self.prog_bar:
@@ -152,15 +157,21 @@ class AMPMonitorMixin(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave()
 
-    def _leave(self) -> None:
+    def _give_back(self) -> None:
+        """Leave the progress bar as it was."""
         if self._hide is not None:
             self._hide()
+            self._hide = None
+
+    def _leave(self) -> None:
+        self._give_back()
         if self._log_file is not None:
             self._log_file.close()
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_log_file": None, "_meter": None, "_hide": None}  # which belong to a run
+        of_a_run = {"_log_file": None, "_meter": None, "_hide": None, "_plugin": None}
+        return {**self.__dict__, **of_a_run}
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,9 +199,15 @@ class AMPMonitorMixin(Callback):
         self._reports[report.optimizer], self._has_news = report, True
         self.history.add(report, scale_of(plugin), precision_of(plugin))
         if self.incidents and not (report.is_clean and report.moves_to is None):
-            self._note_incident(trainer, report)
+            with outputs.not_in_the_way("An incident"):
+                self._note_incident(trainer, plugin, report)
 
-    def _note_incident(self, trainer: Trainer, report: StepReport) -> None:
+    def _note_incident(self, trainer: Trainer, plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> None:
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        after = precision_of(plugin), scale_of(plugin)
+        self._write(trainer, incident_of(report, trainer.current_epoch, batch_idx, trainer.global_step, after))
+
+    def _write(self, trainer: Trainer, incident: dict[str, Any]) -> None:
         if not trainer.is_global_zero:
             return
         if self._log_file is None:
@@ -198,12 +215,15 @@ class AMPMonitorMixin(Callback):
             if folder is None:
                 return
             self._log_file = IncidentLog(folder)
-        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-        self._log_file.add(incident_of(report, trainer.current_epoch, batch_idx))
+        self._log_file.add(incident)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        steps = plugin_of(trainer, "AMPMonitor").counters.steps  # of the run that is resumed
+        if self._plugin is None:
+            return
+        if self.report:
+            self._settings = outputs.settings_of(trainer, self._plugin)  # some of which end with the run
+        steps = self._plugin.counters.steps  # of the run that is resumed
         self._measured_at = steps - steps % self.every_n_steps
 
     @override
@@ -213,13 +233,14 @@ class AMPMonitorMixin(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._logged.withdraw(trainer)
-        if not self._is_running:
+        plugin = self._plugin
+        if plugin is None:
             return
         self._of_batch = False
-        if self._is_first or _lightning.logs_this_step(trainer):
-            plugin_of(trainer, "AMPMonitor").request_grad_norm()
+        self._logs_this = _lightning.logs_this_step(trainer)
+        if self._is_first or self._logs_this or _ends_epoch(trainer):
+            plugin.request_grad_norm()
         if self._meter is not None and self._meter.counts is None:
-            plugin = plugin_of(trainer, "AMPMonitor")
             is_due = plugin.counters.steps + 1 - self._measured_at >= self.every_n_steps
             if is_due and plugin.precision == "16-mixed":
                 plugin.request_look(self._meter.look)
@@ -228,23 +249,37 @@ class AMPMonitorMixin(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._of_batch:
+        plugin = self._plugin
+        if plugin is None or not self._of_batch:
             return
-        counters = plugin_of(trainer, "AMPMonitor").counters
+        counters = plugin.counters
         if self._meter is not None and self._meter.counts is not None:
             self._measured_at = counters.steps - counters.steps % self.every_n_steps
         is_first, self._is_first = self._is_first, False
         skipped, self._skipped = self._skipped, counters.skipped_steps
-        if is_first or self._skipped > skipped or _lightning.logs_this_step(trainer):
-            self._logged.log(pl_module, self._metrics(trainer))
+        if is_first or self._skipped > skipped or self._logs_this or trainer.should_stop:
+            self._logged.log(pl_module, self._metrics(trainer, plugin))
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._plugin is not None:
+            self._evaluated = self._plugin.counters.rescued_evaluations
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._plugin is None or not self.incidents:
+            return
+        rescued = self._plugin.counters.rescued_evaluations - self._evaluated
+        if rescued:
+            with outputs.not_in_the_way("An incident"):
+                self._write(trainer, evaluation_incident(rescued, self.history.last_step, trainer.current_epoch))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_first and self._reports:
-            self._logged.log(pl_module, self._metrics(trainer), on_epoch=True)
+        if self._plugin is not None and not self._is_first and self._reports:
+            self._logged.log(pl_module, self._metrics(trainer, self._plugin), on_epoch=True)
 
-    def _metrics(self, trainer: Trainer) -> dict[str, float]:
-        plugin = plugin_of(trainer, "AMPMonitor")
+    def _metrics(self, trainer: Trainer, plugin: AdaptiveMixedPrecisionMixin) -> dict[str, float]:
         latest = next(reversed(self._reports.values()))
         values = metrics_of_run(plugin.counters, latest, scale_of(plugin))
         if len(trainer.optimizers) == 1:
@@ -252,7 +287,7 @@ class AMPMonitorMixin(Callback):
         else:
             for index, report in self._reports.items():
                 values |= metrics_of_step(report, index)
-            values |= metrics_of_optimizers(self.history.by_optimizer)
+            values |= metrics_of_optimizers(plugin.steps_by_optimizer)
         if self._meter is not None and (shares := self._meter.take(partial(sum_of_ranks, trainer))) is not None:
             values |= metrics_of_underflow(shares)
         return values
@@ -260,10 +295,10 @@ class AMPMonitorMixin(Callback):
     # The end ----------------------------------------------------------------------------------------------------------
 
     def _tell(self, trainer: Trainer) -> None:
-        if not self._has_news or not trainer.is_global_zero:
+        plugin = self._plugin
+        if plugin is None or not self._has_news or not trainer.is_global_zero:
             return
         self._has_news = False
-        plugin = plugin_of(trainer, "AMPMonitor")
         rows = summary_rows(self.history, plugin.counters, precision_of(plugin), scale_of(plugin))
         if self.summary:
             with outputs.not_in_the_way("AMPMonitor's summary"):
@@ -272,7 +307,15 @@ class AMPMonitorMixin(Callback):
         outputs.send_figure(trainer, "AMPMonitor's picture of the loss scale", "amp/loss_scale_history", draw)
         if self.report:
             with outputs.not_in_the_way("AMPMonitor's report.html"):
-                outputs.write_report(trainer, plugin, rows, self.history, stats_of(trainer), since=self._began)
+                keeps = self.incidents and log_folder(trainer) is not None
+                stats = stats_of(trainer)
+                outputs.write_report(
+                    trainer, rows, self._settings, self.history, stats, self._began, keeps_incidents=keeps
+                )
+
+
+def _ends_epoch(trainer: Trainer) -> bool:
+    return trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
 
 
 def _short_text(plugin: AdaptiveMixedPrecisionMixin) -> str:

@@ -57,10 +57,12 @@ def send_figure(trainer: Trainer, what: str, key: str, draw: Callable[[], Figure
         draw: Draws it, if there is a logger for it.
 
     """
-    methods = [method for logger in trainer.loggers if (method := _image_method(logger)) is not None]
-    if not methods or not has_matplotlib():
+    if not has_matplotlib():
         return
     with not_in_the_way(what):
+        methods = [method for logger in trainer.loggers if (method := _image_method(logger)) is not None]
+        if not methods:
+            return
         figure = draw()
         for send in methods:
             with not_in_the_way(what):
@@ -68,14 +70,19 @@ def send_figure(trainer: Trainer, what: str, key: str, draw: Callable[[], Figure
 
 
 def _image_method(logger: Any) -> Callable[[str, Figure, int], None] | None:
-    if hasattr(logger, "log_image"):
+    if _has(logger, "log_image"):
         return lambda key, figure, step: logger.log_image(key, [_pixels(figure)], step=step)
     experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_figure"):
+    if _has(experiment, "add_figure"):
         return lambda key, figure, step: experiment.add_figure(key, figure, step, close=False)
-    if hasattr(experiment, "log_figure") and hasattr(logger, "run_id"):
+    if _has(experiment, "log_figure") and hasattr(logger, "run_id"):
         return lambda key, figure, step: experiment.log_figure(logger.run_id, figure, f"{key.replace('/', '-')}.png")
     return None
+
+
+def _has(thing: Any, method: str) -> bool:
+    """Tell whether there is a method; a dummy logger answers to any name, but has none."""
+    return hasattr(type(thing), method) or method in getattr(thing, "__dict__", {})
 
 
 def _pixels(figure: Figure) -> Any:
@@ -146,21 +153,24 @@ def settings_of(trainer: Trainer, plugin: AdaptiveMixedPrecisionMixin) -> list[t
 
 def write_report(
     trainer: Trainer,
-    plugin: AdaptiveMixedPrecisionMixin,
     summary: Rows,
+    settings: Rows,
     history: RunHistory,
     stats: DynamicRange | None,
     since: str,
+    *,
+    keeps_incidents: bool,
 ) -> None:
     """Write ``report.html`` to the folder of the first logger, or without one to the Trainer's, if that is local.
 
     Args:
         trainer: The Trainer of the run.
-        plugin: Its plugin.
         summary: Of the run.
+        settings: Of :func:`settings_of`.
         history: Of the run.
         stats: The magnitudes of its model, where a :class:`DynamicRangeMonitor` has measured them.
         since: The time before which incidents are those of another run.
+        keeps_incidents: Whether there is a log of incidents.
 
     """
     from lightning_amp_plus.drawing.report import render_report
@@ -175,8 +185,8 @@ def write_report(
     page = render_report(
         title=f"{_TITLE}: {type(trainer.lightning_module).__name__}",
         summary=summary,
-        settings=settings_of(trainer, plugin),
-        incidents=read_incidents(folder, since),
+        settings=settings,
+        incidents=read_incidents(folder, since) if keeps_incidents else None,
         figures=figures,
     )
     write_whole(folder / "report.html", page)

@@ -38,7 +38,8 @@ def plugin_of(trainer: Trainer, name: str) -> AdaptiveMixedPrecisionMixin:
 
 def scale_of(plugin: AdaptiveMixedPrecisionMixin) -> float:
     """Return the loss scale; 1 without loss scaling."""
-    return 1.0 if plugin.scaler is None else plugin.scaler.get_scale()
+    scaler = plugin.scaler
+    return 1.0 if scaler is None else scaler.get_scale()
 
 
 def precision_of(plugin: AdaptiveMixedPrecisionMixin) -> Precision:

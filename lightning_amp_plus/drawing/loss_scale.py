@@ -20,7 +20,8 @@ from lightning_amp_plus.drawing.canvas import (
     canvas,
     power,
 )
-from lightning_amp_plus.monitoring.history import EventKind, RunHistory
+from lightning_amp_plus.monitoring.events import EventKind
+from lightning_amp_plus.monitoring.history import RunHistory
 from lightning_amp_plus.monitoring.sources import history_of
 from lightning_amp_plus.report import Precision
 

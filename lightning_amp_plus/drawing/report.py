@@ -72,7 +72,7 @@ def render_report(
     title: str,
     summary: Sequence[tuple[str, str]],
     settings: Sequence[tuple[str, str]],
-    incidents: Sequence[Mapping[str, Any]],
+    incidents: Sequence[Mapping[str, Any]] | None,
     figures: Sequence[tuple[str, Figure]],
 ) -> str:
     """Return a page of HTML that is complete in itself: no script, no file and no address beside it.
@@ -84,7 +84,7 @@ def render_report(
         summary: Names and values, for the table at the top.
         settings: Names and values, for the table at the end.
         incidents: What :func:`~lightning_amp_plus.monitoring.incidents.incident_of` returns for steps, oldest first.
-            The newest 200 are shown, the newest first.
+            The newest 200 are shown, the newest first. ``None`` if they were not kept.
         figures: Pictures with their captions, which are also what is read out in place of them.
 
     Example:
@@ -141,7 +141,9 @@ def _picture(caption: str, figure: Figure) -> str:
 # Incidents ------------------------------------------------------------------------------------------------------------
 
 
-def _incidents(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
+def _incidents(incidents: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    if incidents is None:
+        return ["<p>They were not kept: there was no logger with a local folder, or incidents=False.</p>"]
     if not incidents:
         return ["<p>None was logged.</p>"]
     shown = list(reversed(incidents[-MOST_INCIDENTS:]))
@@ -174,6 +176,7 @@ def _batch(incident: Mapping[str, Any]) -> str:
 
 def _what(incident: Mapping[str, Any]) -> str:
     kinds = [f'<b class="{escape(str(kind))}">{escape(str(kind))}</b>' for kind in incident.get("kinds") or ()]
+    kinds = kinds or ["validation"]
     goes_on = []
     if incident.get("moves_to"):
         goes_on.append(f"to {incident['moves_to']}")
@@ -189,6 +192,8 @@ def _attempt(attempt: Sequence[Any]) -> str:
 
 def _why(incident: Mapping[str, Any]) -> str:
     cause, module, detail = incident.get("cause"), incident.get("module"), incident.get("detail")
+    if cause is None and detail:
+        return escape(str(detail))
     if cause is None:
         seen = incident.get("non_finite")
         return escape(f"inf or NaN in: {seen}") if seen else "not looked into"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _VERSION = 1
 
 
-@dataclass
+@dataclass(eq=False)
 class DynamicRange:
     """What was measured of each module, over all measured steps. Gradients are true ones, without the loss scale.
 
@@ -32,7 +32,7 @@ class DynamicRange:
         updates: How many weights a step has changed, and for how many of them by less than half of a bfloat16 ulp of
             the weight, so that a bfloat16 weight would not have changed: an int64 tensor of shape ``(2, modules)``.
         steps: How many optimizer steps were measured.
-        loss_scale: The largest loss scale of a measured step; 1 without loss scaling.
+        loss_scale: That of the last measured step; 1 without loss scaling.
 
     """
 
@@ -66,7 +66,16 @@ class DynamicRange:
         self.largest = torch.maximum(self.largest, other.largest)
         self.largest_input = torch.maximum(self.largest_input, other.largest_input)
         self.steps += other.steps
-        self.loss_scale = max(self.loss_scale, other.loss_scale)
+        self.loss_scale = other.loss_scale
+
+    def reduce_(self, add_up: Callable[[Tensor], Tensor], maximum: Callable[[Tensor], Tensor]) -> None:
+        """Have it be that of all ranks, which all call this: in two reductions, of all integers and of all others."""
+        for dtype, reduce in ((torch.int64, add_up), (torch.float32, maximum)):
+            fields = {name: value for name, value in vars(self).items() if getattr(value, "dtype", None) is dtype}
+            reduced = reduce(torch.cat([tensor.flatten() for tensor in fields.values()]))
+            parts = reduced.split([tensor.numel() for tensor in fields.values()])
+            for (name, tensor), part in zip(fields.items(), parts, strict=True):
+                setattr(self, name, part.reshape(tensor.shape).to(tensor.device))
 
     def to(self, device: torch.device | str) -> DynamicRange:
         """Return a copy on a device."""
@@ -98,7 +107,7 @@ class DynamicRange:
     def share_below(self, kind: Kind, exponent: int) -> list[float]:
         """Return for each module the share of the elements other than 0 that are below ``2**exponent``.
 
-        Gradients are compared as they were computed, multiplied by the loss scale.
+        Gradients are compared as they are computed at :attr:`loss_scale`, multiplied by it.
         """
         if kind != "activations":
             exponent -= round(torch.tensor(self.loss_scale).log2().item())

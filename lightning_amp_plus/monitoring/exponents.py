@@ -6,7 +6,7 @@ the share below a power of two is exact, and a loss scale, which is one, moves a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ FLOAT16_SUBNORMAL = -24
 """The exponent of float16's smallest subnormal number: what is below half of it becomes zero."""
 
 _CHUNK = 2**22  # elements at a time: a bound on the memory
+_BIAS = 127  # of the exponents in the bits of a float32
 
 
+@torch.no_grad()
 def exponent_counts(tensor: Tensor, factor: float = 1.0) -> Tensor:
     """Count the elements of a tensor by the exponents of their magnitudes.
 
@@ -50,17 +52,40 @@ def exponent_counts(tensor: Tensor, factor: float = 1.0) -> Tensor:
 
 @torch.no_grad()
 def counts_of(numbers: Tensor, factor: float = 1.0) -> Tensor:
-    """Count the elements of a chunk; see :func:`exponent_counts`."""
+    """Count the elements of a chunk, in float32; see :func:`exponent_counts`."""
     numbers = numbers if factor == 1 else numbers * factor
-    index = torch.frexp(numbers).exponent.add_(-LOWEST).clamp_(1, BINS - 2)  # frexp's is larger by one
-    index.masked_fill_(numbers == 0, 0).masked_fill_(~numbers.isfinite(), BINS - 1)
+    # The field in the bits, which is the bin but for subnormal numbers. Not frexp, which Metal does not have.
+    field = numbers.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
+    normal = (numbers * 2.0**24).view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)  # for those that are not
+    index = torch.where(field > 0, field - _BIAS - LOWEST + 1, (normal - _BIAS - LOWEST - 23) * (normal > 0))
     return torch.bincount(index, minlength=BINS)
 
 
 def chunks_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield what there is to count in a tensor, piece by piece, in float32 at least: all that is copied at a time."""
+    """Yield what there is to count in a tensor, piece by piece, in float32: all that is copied at a time."""
     for chunk in elements_of(tensor).split(_CHUNK):
-        yield chunk if chunk.dtype is torch.float64 else chunk.float()
+        yield chunk.float() if chunk.dtype is not torch.float64 else _within_float32(chunk)
+
+
+def joined_chunks_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the same of many tensors of a device, small ones together."""
+    waiting: list[Tensor] = []
+    for tensor in tensors:
+        for chunk in chunks_of(tensor):
+            if waiting and (sum(map(len, waiting)) + len(chunk) > _CHUNK or chunk.device != waiting[0].device):
+                yield torch.cat(waiting)
+                waiting = []
+            waiting.append(chunk)
+    if waiting:
+        yield torch.cat(waiting)
+
+
+def _within_float32(chunk: Tensor) -> Tensor:
+    """Return numbers of float64 in float32, with those beyond its range at its ends; signs do not count."""
+    numbers = chunk.float()
+    is_beyond = ((numbers == 0) & (chunk != 0)) | (numbers.isinf() & chunk.isfinite())
+    ends = chunk.abs().clamp(2.0**LOWEST, torch.finfo(torch.float32).max).float()
+    return torch.where(is_beyond, ends, numbers)
 
 
 def elements_of(tensor: Tensor) -> Tensor:
@@ -71,7 +96,7 @@ def elements_of(tensor: Tensor) -> Tensor:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1)
+    return tensor.resolve_neg().reshape(-1)
 
 
 def bin_of(exponent: int) -> int:

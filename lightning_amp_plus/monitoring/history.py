@@ -5,20 +5,18 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
+from lightning_amp_plus.monitoring.events import EventKind, kinds_of
+from lightning_amp_plus.monitoring.incidents import read_incidents
 from lightning_amp_plus.report import Precision, StepReport
-
-EventKind = Literal["retried", "rescued", "skipped", "fallback"]
-EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
-"""Applied at a lower loss scale; applied in a wider precision; not applied; the run went on in another precision."""
 
 MANTISSA_BITS: dict[Precision, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
 
-_MOST = 2000  # points, and events, before every second one is let go
+_MOST = 2000  # points, and events, before about every second one is let go
 _MOST_PLACES = 100
 _VERSION = 1
 
@@ -43,14 +41,14 @@ class RunHistory:
     """The loss scale and the incidents of a run, step by step.
 
     Attributes:
-        points: Where the loss scale or the precision changed, in order of steps; a long history is thinned.
-        events: The steps that were not clean, in order; a long history is thinned, the newest kept.
+        points: Where the loss scale or the precision changed, in order of steps. A long history is thinned: its
+            extremes and all changes of precision are kept.
+        events: The steps that were not clean, in order. A long history is thinned, evenly.
         last_step: The last step; -1 before the first.
         places: How often a module, or ``""`` for code outside of modules, was at fault; the 100 first ones.
         causes: How often a step was not finite for a cause of :class:`Diagnosis`.
         moves: The step after which the run went on in another precision, and in which.
         kept: The modules that were found to need float32.
-        by_optimizer: For each optimizer, by its position, how many steps were applied and how many skipped.
         lowest_scale: The lowest loss scale of the run in float16; ``None`` if there was none.
         highest_scale: The highest one.
 
@@ -63,14 +61,12 @@ class RunHistory:
     causes: Counter[str] = field(default_factory=Counter)
     moves: list[tuple[int, Precision]] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    by_optimizer: dict[int, list[int]] = field(default_factory=dict)
     lowest_scale: float | None = None
     highest_scale: float | None = None
 
     def add(self, report: StepReport, scale: float, precision: Precision) -> None:
         """Take up the next step, after which the run has this loss scale (1 for none) and computes in ``precision``."""
         self.last_step = report.step
-        self.by_optimizer.setdefault(report.optimizer, [0, 0])[report.outcome == "skipped"] += 1
         self._note_scale(report.step, scale, precision)
         if report.is_clean and report.moves_to is None:
             return
@@ -78,8 +74,7 @@ class RunHistory:
             self._note_event(report.step, kind)
         if report.moves_to is not None:
             self.moves.append((report.step, report.moves_to))
-            _thin(self.moves)
-        self.kept += report.kept
+        self.kept += [name for name in report.kept if name not in self.kept]
         if (diagnosis := report.diagnosis) is not None:
             self.causes[diagnosis.cause] += 1
             place = diagnosis.module or ""
@@ -93,14 +88,16 @@ class RunHistory:
         if last is not None and last.scale == scale and last.precision == precision:
             return
         self.points.append(Point(step, scale, precision))
-        _thin(self.points)
+        if len(self.points) > _MOST:
+            self.points = _thinned(self.points)
         if precision == "16-mixed":
             self.lowest_scale = min(scale, self.lowest_scale or scale)
             self.highest_scale = max(scale, self.highest_scale or scale)
 
     def _note_event(self, step: int, kind: EventKind) -> None:
         self.events.append(Event(step, kind))
-        _thin(self.events)
+        if len(self.events) > _MOST:
+            del self.events[1:-1:2]
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -115,7 +112,6 @@ class RunHistory:
             "causes": dict(self.causes),
             "moves": [list(move) for move in self.moves],
             "kept": list(self.kept),
-            "by_optimizer": {index: list(counts) for index, counts in self.by_optimizer.items()},
             "lowest_scale": self.lowest_scale,
             "highest_scale": self.highest_scale,
         }
@@ -141,14 +137,16 @@ class RunHistory:
             causes=Counter(state["causes"]),
             moves=[(step, precision) for step, precision in state["moves"]],
             kept=list(state["kept"]),
-            by_optimizer={int(index): list(counts) for index, counts in state["by_optimizer"].items()},
             lowest_scale=state["lowest_scale"],
             highest_scale=state["highest_scale"],
         )
 
     @classmethod
     def from_metrics(cls, path: str | Path) -> RunHistory:
-        """Return what the ``metrics.csv`` of a ``CSVLogger`` tells: what happened between two of its rows is one event.
+        """Return what the ``metrics.csv`` of a ``CSVLogger`` tells.
+
+        Where AMPMonitor has kept a log of incidents beside it, events are those of the log, and exact. Else what
+        happened between two rows of the file is one event, at the later one.
 
         Args:
             path: The file, or the folder that it is in.
@@ -167,20 +165,37 @@ class RunHistory:
                 " callback itself."
             )
         history = cls()
-        history._add_rows(rows)
+        incidents = [it for it in read_incidents(path.parent) if "after" in it]
+        history._add_rows(rows, incidents)
+        if incidents:
+            history._replace_events(incidents)
         return history
 
-    def _add_rows(self, rows: Iterable[dict[str, str]]) -> None:
+    def _replace_events(self, incidents: Iterable[dict[str, Any]]) -> None:
+        self.events, self.moves = [], []
+        for incident in incidents:
+            for kind in incident["kinds"]:
+                self._note_event(incident["step"], kind)
+            if incident["moves_to"] is not None:
+                self.moves.append((incident["step"], incident["moves_to"]))
+
+    def _add_rows(self, rows: Sequence[dict[str, str]], incidents: Sequence[dict[str, Any]]) -> None:
         precisions = {bits: precision for precision, bits in MANTISSA_BITS.items()}
         counted: dict[EventKind, str] = {
             "retried": "amp/retried_attempts",
             "rescued": "amp/rescued_steps",
             "skipped": "amp/skipped_steps",
         }
-        before = dict.fromkeys(counted, 0.0)
+        is_resumed = float(rows[0].get("epoch") or 0) > 0  # and what had happened before is told elsewhere
+        before = {kind: float(rows[0].get(key) or 0) if is_resumed else 0.0 for kind, key in counted.items()}
+        waiting = list(incidents)
         for row in rows:
             step = round(float(row["amp/applied_steps"]) + float(row["amp/skipped_steps"])) - 1
             scale = float(row["amp/loss_scale"])
+            while waiting and waiting[0]["step"] <= step:
+                incident = waiting.pop(0)
+                after: tuple[Precision, float] = tuple(incident["after"])
+                self._note_scale(incident["step"], after[1], after[0])
             grown = []
             for kind, key in counted.items():
                 count = float(row.get(key) or 0)
@@ -204,20 +219,6 @@ class RunHistory:
             self._note_scale(step, scale, precision)
 
 
-def kinds_of(report: StepReport) -> list[EventKind]:
-    """Return what a step was, besides clean."""
-    kinds: list[EventKind] = []
-    if report.outcome == "skipped":
-        kinds.append("skipped")
-    elif report.rescued:
-        kinds.append("rescued")
-    elif report.attempts > 1:
-        kinds.append("retried")
-    if report.moves_to is not None or report.kept:
-        kinds.append("fallback")
-    return kinds
-
-
 def scale_text(scale: float) -> str:
     """Return a loss scale in few characters: as a power of two where it is one.
 
@@ -230,7 +231,13 @@ def scale_text(scale: float) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.6g}"
 
 
-def _thin(items: list[Any]) -> None:
-    """Let every second item go, but the first and the last, when there are too many."""
-    if len(items) > _MOST:
-        del items[1:-1:2]
+def _thinned(points: list[Point]) -> list[Point]:
+    """Keep of each four points the lowest and the highest, and all where the precision changes."""
+    kept = points[:1]
+    for start in range(1, len(points), 4):
+        group = points[start : start + 4]
+        extremes = min(group, key=lambda point: point.scale), max(group, key=lambda point: point.scale)
+        for before, point in zip(points[start - 1 :], group, strict=False):
+            if point in extremes or point.precision != before.precision or point is points[-1]:
+                kept.append(point)
+    return kept

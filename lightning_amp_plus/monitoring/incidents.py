@@ -14,8 +14,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from lightning_amp_plus.monitoring.history import kinds_of
-from lightning_amp_plus.report import StepReport
+from lightning_amp_plus.monitoring.events import kinds_of
+from lightning_amp_plus.report import Precision, StepReport
 
 FILE_NAME = "amp_incidents.jsonl"
 MAX_BYTES = 2**20
@@ -29,18 +29,23 @@ def time_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
-def incident_of(report: StepReport, epoch: int, batch_idx: int) -> dict[str, Any]:
+def incident_of(
+    report: StepReport, epoch: int, batch_idx: int, global_step: int, after: tuple[Precision, float]
+) -> dict[str, Any]:
     """Return what a line tells of a step.
 
-    Its keys: ``time`` (UTC), ``step`` (from 0, skipped ones included), ``epoch``, ``batch_idx``, ``optimizer``,
-    ``kinds`` (of ``EVENT_KINDS``), ``outcome``, ``cause``, ``module``, ``detail`` (the diagnosis), ``non_finite``,
-    ``tried`` (precision and loss scale of each attempt), ``precision``, ``scale``, ``moves_to``, ``kept``.
+    Its keys: ``time`` (UTC), ``step`` (from 0; those of all optimizers, skipped ones included), ``global_step`` (the
+    Trainer's, before the step), ``epoch``, ``batch_idx`` (of the last of the step's batches), ``optimizer``, ``kinds``
+    (of ``EVENT_KINDS``), ``outcome``, ``cause``, ``module``, ``detail`` (the diagnosis), ``non_finite``, ``tried``
+    (precision and loss scale of each attempt), ``precision``, ``scale`` (of the last attempt), ``moves_to``, ``kept``,
+    ``after`` (precision and loss scale that the run goes on with).
     """
     diagnosis = report.diagnosis
     tried = report.tried or ((report.precision, report.scale),)
     return {
         "time": time_now(),
         "step": report.step,
+        "global_step": global_step,
         "epoch": epoch,
         "batch_idx": batch_idx,
         "optimizer": report.optimizer,
@@ -55,7 +60,14 @@ def incident_of(report: StepReport, epoch: int, batch_idx: int) -> dict[str, Any
         "scale": report.scale,
         "moves_to": report.moves_to,
         "kept": list(report.kept),
+        "after": list(after),
     }
+
+
+def evaluation_incident(batches: int, step: int, epoch: int) -> dict[str, Any]:
+    """Return what a line tells of a validation, after an optimizer step, in which so many batches were rescued."""
+    detail = f"{batches} batches of the validation were not finite, or raised, and were run again in a wider precision."
+    return {"time": time_now(), "step": step, "epoch": epoch, "kinds": [], "outcome": "applied", "detail": detail}
 
 
 class IncidentLog:
@@ -120,4 +132,4 @@ def read_incidents(folder: str | Path, since: str = "") -> list[dict[str, Any]]:
                     incidents.append(json.loads(line))
                 except json.JSONDecodeError:
                     continue
-    return [incident for incident in incidents if incident.get("time", since) >= since]
+    return [it for it in incidents if isinstance(it, dict) and it.get("time", since) >= since]

@@ -65,7 +65,10 @@ class RangeRecorder:
         return bool(self._undo)
 
     def start(self) -> None:
-        """Record what is run from now on, until :meth:`stop` or :meth:`cancel`; compiled code is run eagerly."""
+        """Record what is run from now on, until :meth:`stop` or :meth:`cancel`.
+
+        Compiled code is run eagerly, with torch 2.6 or later; with earlier ones nothing is seen of it.
+        """
         self._begin()
         stance = eagerly()
         stance.__enter__()

@@ -100,7 +100,7 @@ def _found(source: object, attribute: str, part: str, callback: str) -> Any:
     if hasattr(source, attribute):
         raise ValueError(f"This {type(source).__name__} has no {wanted.__name__} yet: run fit first.")
     raise TypeError(
-        f"A {type(source).__name__} is no source of a {wanted.__name__}: pass one, a {callback}, a Trainer that has it,"
+        f"{type(source).__name__} is no source of a {wanted.__name__}: pass one, the {callback}, a Trainer that has it,"
         " a checkpoint, or the folder of a run's logs."
     )
 

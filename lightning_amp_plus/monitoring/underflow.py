@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_amp_plus.gradients import collect, parameters_of
-from lightning_amp_plus.monitoring.exponents import FLOAT16_NORMAL, bin_of, exponent_counts
+from lightning_amp_plus.monitoring.exponents import FLOAT16_NORMAL, bin_of, counts_of, joined_chunks_of
 
 
 class UnderflowShares(NamedTuple):
@@ -38,11 +38,15 @@ class UnderflowMeter:
     def __init__(self) -> None:
         self.counts: Tensor | None = None
 
-    def look(self, optimizer: Optimizer, scale: float, made_at: float) -> None:
-        """Count the gradients of ``optimizer``, multiplied by ``scale``, as they were made at a loss scale."""
-        factor = made_at / scale
-        for gradient in collect(parameters_of(optimizer)):
-            counts = exponent_counts(gradient, factor)
+    def look(self, optimizer: Optimizer, scale: float, made_at: float | None) -> None:
+        """Count the gradients of ``optimizer``, multiplied by ``scale``, as they were made at a loss scale.
+
+        Not those of a step that was rescued in a wider precision: ``None`` is their loss scale.
+        """
+        if made_at is None:
+            return
+        for gradients in joined_chunks_of(collect(parameters_of(optimizer))):
+            counts = counts_of(gradients, made_at / scale)
             self.counts = counts if self.counts is None else self.counts + counts.to(self.counts.device)
 
     def take(self, add_up: Callable[[Tensor], Tensor] = _alone) -> UnderflowShares | None:
