@@ -24,7 +24,7 @@ from namespace import NAMESPACE, AdaptiveMixedPrecision, AMPMonitor, PrecisionFa
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory
+from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory, _lightning
 from lightning_amp_plus.callbacks import outputs
 from lightning_amp_plus.drawing import report as drawn_report
 from lightning_amp_plus.monitoring import exponents, underflow
@@ -310,6 +310,16 @@ def test_counts_beyond_what_float32_holds(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["amp/applied_steps"]) == 2**24 + 3
 
 
+def test_a_log_of_the_models_own_in_the_same_hook_keeps_ours(tmp_path: Path) -> None:
+    class Logs(Rows):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().log("mine", 1.0)
+
+    fit(batches(3), Logs(), log_to=tmp_path, log_every_n_steps=1, max_epochs=3)
+    rows = [row for row in rows_of(tmp_path) if "mine" in row]
+    assert [row["amp/applied_steps"] for row in rows] == list(range(1, 10))
+
+
 def test_two_loggers_get_the_same(tmp_path: Path) -> None:
     loggers = [pl.loggers.CSVLogger(tmp_path / name, name="", version="") for name in "ab"]
     fit(batches(5, bad=[2]), logger=loggers, log_every_n_steps=2)
@@ -536,6 +546,12 @@ def test_nothing_is_logged_or_asked_for_between_the_logged_steps(
         asked_at.add(module.trainer.fit_loop.epoch_loop._batches_that_stepped)
         ask()
 
+    def log_again(trainer: pl.Trainer, key: str, *args: Any) -> None:
+        module.logged_at.append((trainer.fit_loop.epoch_loop._batches_that_stepped, key.partition(".")[2]))
+        again(trainer, key, *args)
+
+    again = _lightning.log_again
+    monkeypatch.setattr(_lightning, "log_again", log_again)
     monkeypatch.setattr(plugin, "request_grad_norm", request_grad_norm)
     fit(
         batches(12 * accumulate),

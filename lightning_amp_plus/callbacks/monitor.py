@@ -315,7 +315,7 @@ class AMPMonitorMixin(Callback):
 
 
 def _ends_epoch(trainer: Trainer) -> bool:
-    return trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+    return trainer.is_last_batch or (trainer.max_steps > 0 and trainer.global_step + 1 == trainer.max_steps)
 
 
 def _short_text(plugin: AdaptiveMixedPrecisionMixin) -> str:
