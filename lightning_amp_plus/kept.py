@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map
 
+from lightning_amp_plus.overlay import overlay
+
 
 def parts_of(module: Module) -> dict[str, Module]:
     """Return a module and its submodules by name, as in ``named_modules``, but for what ``torch.compile`` adds to it.
@@ -93,19 +95,7 @@ class KeptModules:
 
 
 def _widen(module: Module, device_type: str) -> Callable[[], None]:
-    had = vars(module).get("forward")
-    widened = partial(_in_float32, module.forward, device_type)
-    module.forward = widened
-
-    def undo() -> None:
-        if vars(module).get("forward") is not widened:
-            return  # somebody has put another one there since
-        if had is None:
-            del module.forward
-        else:
-            module.forward = had
-
-    return undo
+    return overlay(module, "forward", partial(_in_float32, module.forward, device_type))
 
 
 def _in_float32(forward: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_amp_plus.overlay import overlay
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -26,17 +28,4 @@ def show_in_progress_bar(trainer: Trainer, name: str, text: Callable[[], str]) -
     it is the bar's own: an attribute of this one, for as long as the fit.
     """
     bar: Any = trainer.progress_bar_callback
-    if bar is None:
-        return None
-    before = vars(bar).get("get_metrics")
-    bar.get_metrics = ours = _MetricsAndText(bar.get_metrics, name, text)
-
-    def end() -> None:
-        if vars(bar).get("get_metrics") is not ours:
-            return  # somebody has put another one there since
-        if before is None:
-            del bar.get_metrics
-        else:
-            bar.get_metrics = before
-
-    return end
+    return None if bar is None else overlay(bar, "get_metrics", _MetricsAndText(bar.get_metrics, name, text))

@@ -12,10 +12,11 @@ from lightning_amp_plus import _lightning
 from lightning_amp_plus.callbacks import outputs
 from lightning_amp_plus.callbacks.bar import show_in_progress_bar
 from lightning_amp_plus.callbacks.dynamic_range import stats_of
+from lightning_amp_plus.callbacks.notes import IncidentNotes
 from lightning_amp_plus.callbacks.once import LoggedOnce
 from lightning_amp_plus.callbacks.run import log_folder, plugin_of, precision_of, scale_of, sum_of_ranks
 from lightning_amp_plus.monitoring.history import RunHistory, scale_text
-from lightning_amp_plus.monitoring.incidents import IncidentLog, evaluation_incident, incident_of, time_now
+from lightning_amp_plus.monitoring.incidents import time_now
 from lightning_amp_plus.monitoring.metrics import (
     metrics_of_optimizers,
     metrics_of_run,
@@ -127,9 +128,9 @@ class AMPMonitorMixin(Callback):
         self._reports: dict[int, StepReport] = {}  # by optimizer, since the last batch that made steps
         self._of_batch = False  # whether the batch has made some of them
         self._is_first = True  # in its epoch
-        self._skipped = self._evaluated = 0
+        self._skipped = 0
         self._logged = LoggedOnce()
-        self._log_file: IncidentLog | None = None
+        self._notes: IncidentNotes | None = None
         self._meter: UnderflowMeter | None = None
         self._measured_at = 0
         self._hide: Callable[[], None] | None = None
@@ -147,7 +148,9 @@ class AMPMonitorMixin(Callback):
             return
         self._began = time_now()
         self._plugin = plugin
-        plugin.observe(partial(self._on_step, trainer, plugin), at_end=self._give_back)
+        plugin.observe(partial(self._on_step, plugin), at_end=self._give_back)
+        if self.incidents:
+            self._notes = IncidentNotes(trainer, plugin)
         if self.underflow:
             self._meter = UnderflowMeter()
         if self.prog_bar:
@@ -165,12 +168,12 @@ class AMPMonitorMixin(Callback):
 
     def _leave(self) -> None:
         self._give_back()
-        if self._log_file is not None:
-            self._log_file.close()
+        if self._notes is not None:
+            self._notes.close()
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        of_a_run = {"_log_file": None, "_meter": None, "_hide": None, "_plugin": None}
+        of_a_run = {"_notes": None, "_meter": None, "_hide": None, "_plugin": None}
         return {**self.__dict__, **of_a_run}
 
     @override
@@ -193,29 +196,13 @@ class AMPMonitorMixin(Callback):
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def _on_step(self, trainer: Trainer, plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> None:
+    def _on_step(self, plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> None:
         if not self._of_batch:
             self._reports, self._of_batch = {}, True
         self._reports[report.optimizer], self._has_news = report, True
         self.history.add(report, scale_of(plugin), precision_of(plugin))
-        if self.incidents and not (report.is_clean and report.moves_to is None):
-            with outputs.not_in_the_way("An incident"):
-                self._note_incident(trainer, plugin, report)
-
-    def _note_incident(self, trainer: Trainer, plugin: AdaptiveMixedPrecisionMixin, report: StepReport) -> None:
-        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-        after = precision_of(plugin), scale_of(plugin)
-        self._write(trainer, incident_of(report, trainer.current_epoch, batch_idx, trainer.global_step, after))
-
-    def _write(self, trainer: Trainer, incident: dict[str, Any]) -> None:
-        if not trainer.is_global_zero:
-            return
-        if self._log_file is None:
-            folder = log_folder(trainer)
-            if folder is None:
-                return
-            self._log_file = IncidentLog(folder)
-        self._log_file.add(incident)
+        if self._notes is not None:
+            self._notes.note_step(report)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,17 +249,13 @@ class AMPMonitorMixin(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._plugin is not None:
-            self._evaluated = self._plugin.counters.rescued_evaluations
+        if self._notes is not None:
+            self._notes.begin_validation()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._plugin is None or not self.incidents:
-            return
-        rescued = self._plugin.counters.rescued_evaluations - self._evaluated
-        if rescued:
-            with outputs.not_in_the_way("An incident"):
-                self._write(trainer, evaluation_incident(rescued, self.history.last_step, trainer.current_epoch))
+        if self._notes is not None:
+            self._notes.end_validation(self.history.last_step)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
