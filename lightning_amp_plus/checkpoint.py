@@ -27,9 +27,9 @@ def state_of(engine: StepEngine) -> dict[str, Any]:
             "rescued_steps": counters.rescued_steps,
             "rescued_evaluations": counters.rescued_evaluations,
             "recent": counters.recent,
-            "by_optimizer": {index: list(counts) for index, counts in engine.by_optimizer.items()},
             "skipped_in_a_row": dict(engine.skips.in_a_row),
         },
+        "by_optimizer": {index: list(counts) for index, counts in engine.by_optimizer.items()},
         "version": _VERSION,
     }
 
@@ -78,7 +78,7 @@ def load_state(
     engine.last_step = None
     counters = dict(state.get("counters", {}))
     engine.skips.in_a_row = dict(counters.pop("skipped_in_a_row", {}))
-    engine.by_optimizer = {index: list(counts) for index, counts in counters.pop("by_optimizer", {}).items()}
+    engine.by_optimizer = {index: list(counts) for index, counts in state.get("by_optimizer", {}).items()}
     engine.counters = StepCounters(**counters)
 
 

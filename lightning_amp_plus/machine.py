@@ -23,7 +23,8 @@ from lightning_amp_plus.matmul import MatmulSpeed, matmul_size, matmul_speed
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What is measured, float32 first."""
 
-_PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "lightning_amp_plus")
+_PACKAGES = ("lightning", "pytorch-lightning", "torchmetrics", "lightning_amp_plus")
+_ABSURD = 50  # times as fast as float32; tensor cores are 16 times as fast
 _SLOWER, _FASTER = 0.8, 1.5  # than float32, beyond what two measurements of one thing differ by
 
 P = ParamSpec("P")
@@ -77,9 +78,11 @@ class DeviceDescription:
 
     @property
     def note(self) -> str | None:
-        """One sentence if the measured speed contradicts the choice, else ``None``."""
+        """One sentence if the measured speed contradicts the choice, or cannot be, else ``None``."""
         if self.native_dtypes is None:
             return None
+        if max((self.ratio(dtype) or 0 for dtype in DTYPES[1:]), default=0) > _ABSURD:
+            return "no hardware is that much faster than in float32: the machine was busy, measure again"
         for dtype in DTYPES[1:]:
             ratio, is_native = self.ratio(dtype), dtype in self.native_dtypes
             is_odd = ratio is not None and (ratio < _SLOWER if is_native else ratio > _FASTER)
@@ -132,7 +135,7 @@ def describe_machine(seconds: float = 1.5) -> Machine:
 
     """
     found, errors = devices()
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
         versions[package] = _ask(errors, package, importlib.metadata.version, package)
     versions |= {"cuda": torch.version.cuda, "rocm": torch.version.hip}

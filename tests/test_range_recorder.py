@@ -341,7 +341,7 @@ def test_the_gradients_of_a_second_backward_are_counted_too() -> None:
         assert seen(recorder.stop(), "activation_gradients", "") == {0: 2}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated", "ignore:.*torch.jit.*not supported")
 def test_a_scripted_module_is_left_alone() -> None:
     model = nn.Sequential(linear([2.0]), torch.jit.script(nn.ReLU()))
     stats = record(model, lambda: model(torch.ones(1, 1)))

@@ -114,7 +114,7 @@ class DynamicRangeMonitorMixin(Callback):
         self._leave()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stats": self.stats, "_recorder": None}  # which belongs to a run
+        return {**self.__dict__, "_stats": self.stats, "_logged": LoggedOnce(), "_recorder": None}  # of a run
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -173,7 +173,7 @@ class AMPMonitorMixin(Callback):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        of_a_run = {"_notes": None, "_meter": None, "_hide": None, "_plugin": None}
+        of_a_run = {"_logged": LoggedOnce(), "_notes": None, "_meter": None, "_hide": None, "_plugin": None}
         return {**self.__dict__, **of_a_run}
 
     @override
