@@ -189,7 +189,7 @@ def test_state_holds_builtins_only(tmp_path: Path, precision: Precision, numbers
     assert state["precision"] == precision
     assert set(state) == {
         *torch.amp.GradScaler("cpu").state_dict(),
-        *("precision", "configured_precision", "kept_modules", "fallback", "counters"),
+        *("precision", "configured_precision", "kept_modules", "fallback", "counters", "by_optimizer"),
         *("hysteresis", "search", "version"),
     }
     assert set(state["fallback"]) == {
