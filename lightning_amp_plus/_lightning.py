@@ -332,7 +332,10 @@ def log_again(trainer: Trainer, key: str, withdrawn: Any, value: torch.Tensor) -
 
 def logs_this_step(trainer: Trainer) -> bool:
     """Tell whether the Trainer sends this step to its loggers; it tells its own callbacks in no other way."""
-    return trainer._logger_connector.should_update_logs
+    # What `should_update_logs` of the logger connector says, without its five properties: it is asked at every step.
+    stepped = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return (every > 0 and stepped % every == 0) or trainer.should_stop
 
 
 def set_compute_dtype(pl: ModuleType, trainer: Trainer, dtype: torch.dtype) -> None:

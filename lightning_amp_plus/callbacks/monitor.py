@@ -122,6 +122,7 @@ class AMPMonitorMixin(Callback):
         """Hold nothing of a run."""
         self._plugin: AdaptiveMixedPrecisionMixin | None = None  # of the run
         self._settings: list[tuple[str, str]] = []
+        self._is_limited = False  # by max_steps
         self._logs_this = False  # whether the Trainer logs this step
         self._began = ""  # the time from which incidents are of this run
         self._has_news = False  # that were not told yet
@@ -201,7 +202,7 @@ class AMPMonitorMixin(Callback):
             self._reports, self._of_batch = {}, True
         self._reports[report.optimizer], self._has_news = report, True
         self.history.add(report, scale_of(plugin), precision_of(plugin))
-        if self._notes is not None:
+        if self._notes is not None and not (report.is_clean and report.moves_to is None):
             self._notes.note_step(report)
 
     @override
@@ -210,6 +211,7 @@ class AMPMonitorMixin(Callback):
             return
         if self.report:
             self._settings = outputs.settings_of(trainer, self._plugin)  # some of which end with the run
+        self._is_limited = trainer.max_steps > 0
         steps = self._plugin.counters.steps  # of the run that is resumed
         self._measured_at = steps - steps % self.every_n_steps
 
@@ -224,8 +226,8 @@ class AMPMonitorMixin(Callback):
         if plugin is None:
             return
         self._of_batch = False
-        self._logs_this = _lightning.logs_this_step(trainer)
-        if self._is_first or self._logs_this or _ends_epoch(trainer):
+        self._logs_this = logs_this = _lightning.logs_this_step(trainer)
+        if logs_this or self._is_first or trainer.is_last_batch or (self._is_limited and _is_last_step(trainer)):
             plugin.request_grad_norm()
         if self._meter is not None and self._meter.counts is None:
             is_due = plugin.counters.steps + 1 - self._measured_at >= self.every_n_steps
@@ -297,8 +299,8 @@ class AMPMonitorMixin(Callback):
                 )
 
 
-def _ends_epoch(trainer: Trainer) -> bool:
-    return trainer.is_last_batch or (trainer.max_steps > 0 and trainer.global_step + 1 == trainer.max_steps)
+def _is_last_step(trainer: Trainer) -> bool:
+    return trainer.global_step + 1 == trainer.max_steps
 
 
 def _short_text(plugin: AdaptiveMixedPrecisionMixin) -> str:

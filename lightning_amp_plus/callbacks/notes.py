@@ -29,9 +29,7 @@ class IncidentNotes:
         self._rescued_before = 0
 
     def note_step(self, report: StepReport) -> None:
-        """Note a step, if it was not clean."""
-        if report.is_clean and report.moves_to is None:
-            return
+        """Note a step that was not clean, or after which the run has moved."""
         trainer, plugin = self._trainer, self._plugin
         batch_idx = trainer.fit_loop.epoch_loop.batch_idx
         after = precision_of(plugin), scale_of(plugin)

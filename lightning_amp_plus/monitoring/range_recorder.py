@@ -73,8 +73,10 @@ class RangeRecorder:
         stance = eagerly()
         stance.__enter__()
         self._undo = [partial(stance.__exit__, None, None, None)]
+        # Without a stance, hooks would be compiled along with their module.
+        on_call = self._on_call if hasattr(torch.compiler, "set_stance") else torch.compiler.disable(self._on_call)
         for name, part in self._parts.items():
-            hook = partial(self._on_call, self._rows[name])
+            hook = partial(on_call, self._rows[name])
             self._undo.append(part.register_forward_hook(hook, with_kwargs=True).remove)
 
     def stop(self, add_up: Callable[[DynamicRange], None] = lambda step: None) -> DynamicRange:
