@@ -610,17 +610,3 @@ def test_a_device_that_is_broken_hides_no_error_and_leaves_no_hook(monkeypatch: 
     with pytest.warns(RuntimeWarning, match="stats could not be written"), pytest.raises(ValueError, match="mine"):
         fit(DynamicRangeMonitor(1), module, factors(1.0))
     assert not module.linear._forward_hooks
-
-
-def test_hooks_are_gone_although_another_callback_fails_at_the_end() -> None:
-    class Breaks(Exact):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            raise ValueError("mine")
-
-    class FailsToo(pl.Callback):
-        def on_train_batch_end(self, *args: Any) -> None: ...
-
-    module = Breaks()
-    with pytest.raises(ValueError, match="mine"):
-        fit(DynamicRangeMonitor(1), module, factors(1.0), callbacks=[FailsToo()])
-    assert not module.linear._forward_hooks

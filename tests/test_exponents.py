@@ -18,13 +18,20 @@ from lightning_amp_plus.monitoring.exponents import (
     HIGHEST,
     LOWEST,
     bin_of,
+    chunks_of,
+    counts_of,
     elements_of,
-    exponent_counts,
     share_below,
 )
 
 INF, NAN = math.inf, math.nan
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def exponent_counts(tensor: Tensor, factor: float = 1.0) -> Tensor:
+    """The counts of all that there is in a tensor."""
+    none = torch.zeros(BINS, dtype=torch.int64, device=tensor.device)
+    return sum((counts_of(chunk, factor) for chunk in chunks_of(tensor)), none)
 
 
 def expected(numbers: Iterable[float]) -> list[int]:

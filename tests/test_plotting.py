@@ -26,7 +26,7 @@ from lightning_amp_plus.drawing.dynamic_range import limits_of
 from lightning_amp_plus.drawing.loss_scale import EVENT_STYLES, PERIOD_STYLES
 from lightning_amp_plus.monitoring.dynamic_range import DynamicRange, Kind
 from lightning_amp_plus.monitoring.events import EVENT_KINDS
-from lightning_amp_plus.monitoring.exponents import BINS, bin_of, exponent_counts
+from lightning_amp_plus.monitoring.exponents import BINS, bin_of, counts_of
 from lightning_amp_plus.monitoring.history import RunHistory
 from lightning_amp_plus.plotting import plot_dynamic_range, plot_loss_scale
 from lightning_amp_plus.report import Outcome, Precision, StepReport
@@ -205,9 +205,9 @@ def a_range(modules: int = 3, loss_scale: float = 1.0) -> DynamicRange:
     names = [f"model.encoder.layers.{i // 8}.attention.output.projection.{i % 8}" for i in range(modules)]
     stats = DynamicRange.empty(names)
     for i in range(modules):
-        stats.counts[0, i] += exponent_counts(torch.tensor([1.0, 1.5, 2.0, 3.0]) * 2.0 ** (i % 12))
-        stats.counts[1, i] += exponent_counts(torch.full((8,), 2.0**-20))
-    stats.counts[0, -1] += exponent_counts(torch.tensor([0.0, torch.inf, torch.nan, torch.nan]))
+        stats.counts[0, i] += counts_of(torch.tensor([1.0, 1.5, 2.0, 3.0]) * 2.0 ** (i % 12))
+        stats.counts[1, i] += counts_of(torch.full((8,), 2.0**-20))
+    stats.counts[0, -1] += counts_of(torch.tensor([0.0, torch.inf, torch.nan, torch.nan]))
     stats.above[0, -1] = 3
     stats.steps, stats.loss_scale = 5, loss_scale
     return stats
@@ -268,7 +268,7 @@ def test_the_columns_reach_to_the_data_and_to_the_limits_of_float16() -> None:
     stats = a_range()
     start, end, *_ = plot_dynamic_range(stats)[1].images[0].get_extent()
     assert (start, end) == (-27, 20)
-    stats.counts[0, 0] += exponent_counts(torch.tensor([1e-45, 3e38]))
+    stats.counts[0, 0] += counts_of(torch.tensor([1e-45, 3e38]))
     figure, axes = plot_dynamic_range(stats)
     start, end, *_ = axes.images[0].get_extent()
     assert (start, end) == (-149, 128)

@@ -28,31 +28,22 @@ _BIAS = 127  # of the exponents in the bits of a float32
 
 
 @torch.no_grad()
-def exponent_counts(tensor: Tensor, factor: float = 1.0) -> Tensor:
-    """Count the elements of a tensor by the exponents of their magnitudes.
+def counts_of(numbers: Tensor, factor: float = 1.0) -> Tensor:
+    """Count numbers by the exponents of their magnitudes.
 
     Args:
-        tensor: A floating or complex tensor, of any shape, on any device. Of a sparse one what it holds is counted.
-        factor: What its elements are multiplied by first, in float32.
+        numbers: In float32 and one dimension, of a device: a piece of :func:`chunks_of`.
+        factor: What they are multiplied by first.
 
     Returns:
         An int64 tensor of shape ``(BINS,)`` on the same device.
 
     Example:
-        >>> counts = exponent_counts(torch.tensor([0.0, 1.0, -1.5, 2.0]))
+        >>> counts = counts_of(torch.tensor([0.0, 1.0, -1.5, 2.0]))
         >>> counts[0].item(), counts[bin_of(0)].item(), counts[bin_of(1)].item()
         (1, 2, 1)
 
     """
-    counts = torch.zeros(BINS, dtype=torch.int64, device=tensor.device)
-    for chunk in chunks_of(tensor):
-        counts += counts_of(chunk, factor)
-    return counts
-
-
-@torch.no_grad()
-def counts_of(numbers: Tensor, factor: float = 1.0) -> Tensor:
-    """Count the elements of a chunk, in float32; see :func:`exponent_counts`."""
     numbers = numbers if factor == 1 else numbers * factor
     # The field in the bits, which is the bin but for subnormal numbers. Not frexp, which Metal does not have.
     field = numbers.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
