@@ -22,7 +22,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_amp_plus.plotting import plot_dynamic_range, plot_loss_scale
+from lightning_amp_plus.monitoring.plotting import plot_dynamic_range, plot_loss_scale
 
 PICTURES = Path(__file__).parent / "pictures"
 DPI = 120

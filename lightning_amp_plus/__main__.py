@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_amp_plus.machine import DTYPES, DeviceDescription, Machine, describe_machine, dtype_name
+from lightning_amp_plus.hardware.machine import DTYPES, DeviceDescription, Machine, describe_machine, dtype_name
 
 _WIDTH = 100
 _KEYS = """\

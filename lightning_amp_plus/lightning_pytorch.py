@@ -3,23 +3,23 @@
 import lightning.pytorch as pl
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_amp_plus.advice import PrecisionAdvice as PrecisionAdvice
-from lightning_amp_plus.callbacks.dynamic_range import DynamicRangeMonitorMixin
-from lightning_amp_plus.callbacks.fallback import PrecisionFallbackMixin
-from lightning_amp_plus.callbacks.monitor import AMPMonitorMixin
-from lightning_amp_plus.diagnosis import Diagnosis as Diagnosis
-from lightning_amp_plus.finder import find_precision as find_precision
-from lightning_amp_plus.grad_scaler import DynamicLossScaler as DynamicLossScaler
-from lightning_amp_plus.loss_scale import LossScale as LossScale
-from lightning_amp_plus.monitoring.dynamic_range import DynamicRange as DynamicRange
+from lightning_amp_plus.advice.advice import PrecisionAdvice as PrecisionAdvice
+from lightning_amp_plus.advice.finder import find_precision as find_precision
+from lightning_amp_plus.diagnosis.cause import Diagnosis as Diagnosis
+from lightning_amp_plus.dynamic_range.monitor import DynamicRangeMonitorMixin
+from lightning_amp_plus.dynamic_range.stats import DynamicRange as DynamicRange
 from lightning_amp_plus.monitoring.history import RunHistory as RunHistory
-from lightning_amp_plus.plotting import plot_dynamic_range as plot_dynamic_range
-from lightning_amp_plus.plotting import plot_loss_scale as plot_loss_scale
-from lightning_amp_plus.precision import AdaptiveMixedPrecisionMixin
-from lightning_amp_plus.report import StepCounters as StepCounters
-from lightning_amp_plus.report import StepReport as StepReport
-from lightning_amp_plus.skips import NonFiniteStepError as NonFiniteStepError
-from lightning_amp_plus.standalone import diagnose as diagnose
+from lightning_amp_plus.monitoring.monitor import AMPMonitorMixin
+from lightning_amp_plus.monitoring.plotting import plot_dynamic_range as plot_dynamic_range
+from lightning_amp_plus.monitoring.plotting import plot_loss_scale as plot_loss_scale
+from lightning_amp_plus.scaling.loss_scale import LossScale as LossScale
+from lightning_amp_plus.scaling.scaler import DynamicLossScaler as DynamicLossScaler
+from lightning_amp_plus.step.diagnose import diagnose as diagnose
+from lightning_amp_plus.step.report import StepCounters as StepCounters
+from lightning_amp_plus.step.report import StepReport as StepReport
+from lightning_amp_plus.step.skips import NonFiniteStepError as NonFiniteStepError
+from lightning_amp_plus.trainer.fallback import PrecisionFallbackMixin
+from lightning_amp_plus.trainer.plugin import AdaptiveMixedPrecisionMixin
 
 
 class AdaptiveMixedPrecision(AdaptiveMixedPrecisionMixin, MixedPrecision):

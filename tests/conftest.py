@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_amp_plus import hardware
+from lightning_amp_plus.hardware import select as hardware
 
 
 def pytest_configure() -> None:

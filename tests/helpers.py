@@ -12,9 +12,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
-PRECISIONS: tuple[Precision, ...] = ("16-mixed", "bf16-mixed", "32-true")
+PRECISIONS: tuple[PrecisionName, ...] = ("16-mixed", "bf16-mixed", "32-true")
 
 ROW = torch.tensor([2.0, 2.0, 2.0, 1.0, -1.0, 1.0, -1.0, 0.0])
 """Its norm is 4, so that multiples of it by powers of two are clipped by norm without rounding."""
@@ -36,7 +36,7 @@ def make_trainer(plugin: pl.plugins.Precision | None = None, **kwargs: Any) -> p
 
 
 def make_plugin(
-    precision: Precision = "16-mixed", scale: float = 2.0**8, max_skipped: int = 10, **rules: Any
+    precision: PrecisionName = "16-mixed", scale: float = 2.0**8, max_skipped: int = 10, **rules: Any
 ) -> AdaptiveMixedPrecision:
     """The plugin with a scale that ``Exact`` does not overflow with, up to batches of 64 times ``ROW``."""
     return AdaptiveMixedPrecision(precision, LossScale(init_scale=scale, **rules), max_skipped, retries=0)

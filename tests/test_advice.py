@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_amp_plus.advice import PrecisionAdvice, advise, corrected
-from lightning_amp_plus.diagnosis import Cause, Diagnosis
-from lightning_amp_plus.hardware import PrecisionChoice
-from lightning_amp_plus.kept import KeptModules
-from lightning_amp_plus.loss_scale import LossScale
-from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange
-from lightning_amp_plus.monitoring.exponents import bin_of
-from lightning_amp_plus.report import Precision, StepReport
+from lightning_amp_plus.advice.advice import PrecisionAdvice, advise, corrected
+from lightning_amp_plus.diagnosis.cause import Cause, Diagnosis
+from lightning_amp_plus.diagnosis.fp32_modules import KeptModules
+from lightning_amp_plus.dynamic_range.stats import KINDS, DynamicRange
+from lightning_amp_plus.hardware.select import PrecisionChoice
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.scaling.exponents import bin_of
+from lightning_amp_plus.scaling.loss_scale import LossScale
+from lightning_amp_plus.step.report import StepReport
 
 HALF = PrecisionChoice("16-mixed", "it multiplies float16", emulates_bfloat16=False)
 NAMES = ("body", "body.wo", "head")
@@ -43,7 +44,7 @@ def report(
     scale: float,
     detail: str = "wo put out inf",
     module: str = "body.wo",
-    precision: Precision = "16-mixed",
+    precision: PrecisionName = "16-mixed",
     cause: Cause = "forward",
     **kwargs: Any,
 ) -> StepReport:
@@ -55,7 +56,7 @@ def report(
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_what_holds_any_magnitude_is_advised_as_it_is(precision: Precision) -> None:
+def test_what_holds_any_magnitude_is_advised_as_it_is(precision: PrecisionName) -> None:
     stats = measured(activations={"body": 1e6}, gradients={"head": 1e9})
     advice = advise(stats, PrecisionChoice(precision, "the device says so"))
     assert (advice.precision, advice.init_scale, advice.keep_fp32) == (precision, LossScale().init_scale, ())

@@ -26,9 +26,10 @@ from namespace import AdaptiveMixedPrecision, PrecisionFallback, pl
 from ranks import Ranks, work
 from torch import Tensor, nn
 
-from lightning_amp_plus import LossScale, StepCounters, hardware
-from lightning_amp_plus.hardware import PrecisionChoice
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus import LossScale, StepCounters
+from lightning_amp_plus.hardware import select as hardware
+from lightning_amp_plus.hardware.select import PrecisionChoice
+from lightning_amp_plus.precisions import PrecisionName
 
 DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 STAGES = ("fit", "validate", "test", "predict")
@@ -41,7 +42,7 @@ skips_are_told = pytest.mark.filterwarnings("ignore:Optimizer step .* was skippe
 class Device:
     """What the CPU is made of."""
 
-    precision: Precision = "bf16-mixed"
+    precision: PrecisionName = "bf16-mixed"
     emulates: bool = False
     asked: int = 0
 
@@ -86,7 +87,7 @@ class Watching(Exact):
         return self(batch)
 
 
-def auto(precision: Literal["auto"] | Precision = "auto") -> AdaptiveMixedPrecision:
+def auto(precision: Literal["auto"] | PrecisionName = "auto") -> AdaptiveMixedPrecision:
     """The plugin with a loss scale that does not overflow."""
     return AdaptiveMixedPrecision(precision, LossScale(init_scale=2.0**8))
 
@@ -125,7 +126,7 @@ def warned(record: Sequence[warnings.WarningMessage], text: str) -> list[str]:
 
 @all_precisions
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_is_decided_before_any_forward(stage: str, precision: Precision, device: Device) -> None:
+def test_it_is_decided_before_any_forward(stage: str, precision: PrecisionName, device: Device) -> None:
     device.precision = precision
     plugin, module = auto(), Watching()
     trainer = make_trainer(plugin)
@@ -138,7 +139,7 @@ def test_it_is_decided_before_any_forward(stage: str, precision: Precision, devi
 
 
 @all_precisions
-def test_the_sanity_check_and_validation_of_a_fit_compute_in_it(precision: Precision, device: Device) -> None:
+def test_the_sanity_check_and_validation_of_a_fit_compute_in_it(precision: PrecisionName, device: Device) -> None:
     device.precision = precision
     module = Watching()
     make_trainer(auto(), num_sanity_val_steps=1).fit(module, factors(1), factors(1))
@@ -193,7 +194,7 @@ def test_a_module_without_a_trainer_decides_nothing(device: Device) -> None:
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
-def test_an_explicit_precision_asks_nobody(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_precision_asks_nobody(precision: PrecisionName, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("nobody may ask")
 
@@ -251,7 +252,7 @@ def autocast_of(plugin: AdaptiveMixedPrecision) -> torch.dtype | None:
 
 
 @all_precisions
-def test_the_forward_context_before_and_after_a_run(precision: Precision, device: Device) -> None:
+def test_the_forward_context_before_and_after_a_run(precision: PrecisionName, device: Device) -> None:
     expected = None if precision == "32-true" else DTYPES[precision]
     assert autocast_of(AdaptiveMixedPrecision(precision)) is expected
     device.precision = precision
@@ -299,7 +300,7 @@ def test_a_chosen_float16_is_scaled_from_the_first_step_and_resumes(device: Devi
 
 @all_precisions
 def test_one_line_says_what_was_chosen_and_why(
-    precision: Precision, device: Device, said: list[logging.LogRecord]
+    precision: PrecisionName, device: Device, said: list[logging.LogRecord]
 ) -> None:
     device.precision = precision
     device.emulates = True  # no warning: nobody asked for bfloat16
@@ -327,7 +328,7 @@ def test_other_ranks_say_nothing(
 
 @all_precisions
 def test_nothing_is_said_of_an_explicit_precision_that_is_fast(
-    precision: Precision, device: Device, said: list[logging.LogRecord]
+    precision: PrecisionName, device: Device, said: list[logging.LogRecord]
 ) -> None:
     run(make_trainer(AdaptiveMixedPrecision(precision)), "fit", Watching())
     assert not said
@@ -335,7 +336,7 @@ def test_nothing_is_said_of_an_explicit_precision_that_is_fast(
 
 @pytest.mark.parametrize("better", ["16-mixed", "32-true"])
 def test_an_emulated_bfloat16_warns_once_and_is_used(
-    better: Precision, device: Device, said: list[logging.LogRecord]
+    better: PrecisionName, device: Device, said: list[logging.LogRecord]
 ) -> None:
     device.precision, device.emulates = better, True
     plugin, module = AdaptiveMixedPrecision("bf16-mixed"), Watching()
@@ -367,7 +368,7 @@ def fit(plugin: AdaptiveMixedPrecision, module: Watching, fallback: bool, **kwar
 @pytest.mark.parametrize("fallback", [False, True], ids=["", "with PrecisionFallback"])
 @pytest.mark.parametrize(("written", "resumed"), list(permutations(PRECISIONS, 2)))
 def test_a_choice_is_made_anew_where_a_checkpoint_is_resumed(
-    written: Precision, resumed: Precision, fallback: bool, device: Device, tmp_path: Path
+    written: PrecisionName, resumed: PrecisionName, fallback: bool, device: Device, tmp_path: Path
 ) -> None:
     device.precision = written
     fit(auto(), Watching(), fallback).save_checkpoint(tmp_path / "a.ckpt")
@@ -380,7 +381,7 @@ def test_a_choice_is_made_anew_where_a_checkpoint_is_resumed(
     assert module.weight.tolist() == (-8 * ROW).tolist()
 
 
-def fall(device: Device, start: Precision, end: Precision, path: Path) -> None:
+def fall(device: Device, start: PrecisionName, end: PrecisionName, path: Path) -> None:
     """Leave a checkpoint of a run that began in ``start``, where "auto" chose it, and had moved to ``end``."""
     device.precision = start
     plugin = auto()
@@ -407,10 +408,10 @@ def fall(device: Device, start: Precision, end: Precision, path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The run of this checkpoint had moved")
 @pytest.mark.parametrize("fallback", [False, True], ids=["without", "with PrecisionFallback"])
 def test_a_run_that_had_moved_goes_on_in_the_wider_precision(
-    start: Precision,
-    end: Precision,
-    resumed: Precision,
-    expected: Precision,
+    start: PrecisionName,
+    end: PrecisionName,
+    resumed: PrecisionName,
+    expected: PrecisionName,
     fallback: bool,
     device: Device,
     tmp_path: Path,
@@ -490,7 +491,7 @@ def throughput_monitor() -> Any:
 @pytest.mark.parametrize("asked_for", ["auto", "explicit"])
 @all_precisions
 def test_throughput_is_compared_with_what_the_device_does_in_the_precision(
-    precision: Precision, asked_for: str, device: Device, flops_asked_for: list[torch.dtype]
+    precision: PrecisionName, asked_for: str, device: Device, flops_asked_for: list[torch.dtype]
 ) -> None:
     device.precision = precision
     plugin = AdaptiveMixedPrecision("auto" if asked_for == "auto" else precision)
@@ -544,7 +545,7 @@ def test_throughput_of_a_run_that_moves(device: Device, flops_asked_for: list[to
 
 @pytest.mark.filterwarnings("ignore:.*does not support multiprocessing")
 @all_precisions
-def test_the_model_summary_runs_and_warns_as_without_the_plugin(precision: Precision, device: Device) -> None:
+def test_the_model_summary_runs_and_warns_as_without_the_plugin(precision: PrecisionName, device: Device) -> None:
     def warnings_of(plugin: Any) -> list[str]:
         module = Watching()
         module.example_input_array = ROW[None]
@@ -564,7 +565,7 @@ def test_the_model_summary_runs_and_warns_as_without_the_plugin(precision: Preci
 
 
 @all_precisions
-def test_barebones(precision: Precision, device: Device) -> None:
+def test_barebones(precision: PrecisionName, device: Device) -> None:
     device.precision = precision
     plugin, module = auto(), Watching()
     trainer = make_trainer(plugin, barebones=True)
@@ -583,7 +584,7 @@ def parallel(plugin: AdaptiveMixedPrecision) -> pl.Trainer:
     return make_trainer(plugin, devices=2, strategy=strategy, use_distributed_sampler=False)
 
 
-def work_on(devices: tuple[Precision, Precision], job: str, rank: int) -> dict[str, Any]:
+def work_on(devices: tuple[PrecisionName, PrecisionName], job: str, rank: int) -> dict[str, Any]:
     device = Device(devices[rank], emulates=devices[rank] != "bf16-mixed")
     hardware._on_cpu = device  # type: ignore[assignment]
     said = Said()
@@ -629,13 +630,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(__file__, tmp_path_factory)
 
 
-def narrowest_of_both(first: Precision, second: Precision) -> Precision:
+def narrowest_of_both(first: PrecisionName, second: PrecisionName) -> PrecisionName:
     """All that runs bfloat16 runs float16 too, and all run float32."""
     return next(common for common in ("32-true", "16-mixed", "bf16-mixed") if common in (first, second))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_ranks_compute_in_what_all_run_natively(first: Precision, second: Precision, ranks: Ranks) -> None:
+def test_ranks_compute_in_what_all_run_natively(first: PrecisionName, second: PrecisionName, ranks: Ranks) -> None:
     common = narrowest_of_both(first, second)
     both = ranks("auto", f"fit, {first}, {second}")
     for result in both:
@@ -653,14 +654,14 @@ def test_ranks_compute_in_what_all_run_natively(first: Precision, second: Precis
 
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(PRECISIONS, 2)))
-def test_ranks_evaluate_in_what_all_run_natively(first: Precision, second: Precision, ranks: Ranks) -> None:
+def test_ranks_evaluate_in_what_all_run_natively(first: PrecisionName, second: PrecisionName, ranks: Ranks) -> None:
     for result in ranks("auto", f"test, {first}, {second}"):
         assert result["dtypes"] == [str(DTYPES[narrowest_of_both(first, second)])]
 
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(PRECISIONS, 2)))
 def test_rank_zero_warns_of_an_explicit_bfloat16_that_any_rank_emulates(
-    first: Precision, second: Precision, ranks: Ranks
+    first: PrecisionName, second: PrecisionName, ranks: Ranks
 ) -> None:
     both = ranks("auto", f"explicit, {first}, {second}")
     common = narrowest_of_both(first, second)

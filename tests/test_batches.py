@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_amp_plus.batches import are_unchanged, copy_containers, versions_of
+from lightning_amp_plus.rollback.batches import are_unchanged, copy_containers, versions_of
 
 X, Y = torch.ones(2), torch.zeros(2)
 

@@ -16,7 +16,7 @@ from namespace import AdaptiveMixedPrecision, PrecisionFallback, pl
 from torch import Tensor, nn
 
 from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 NAN = math.nan
 BIG = 64.0
@@ -91,7 +91,7 @@ def types_in(value: object) -> set[type]:
 
 @precisions
 @pytest.mark.parametrize("same_trainer", [True, False])
-def test_a_second_fit_starts_as_the_first(precision: Precision, same_trainer: bool) -> None:
+def test_a_second_fit_starts_as_the_first(precision: PrecisionName, same_trainer: bool) -> None:
     plugin = AdaptiveMixedPrecision(precision, LossScale(init_scale=2.0**10, **RULES), retries=0)
     fresh = plugin.state_dict()
     start = Start()
@@ -177,7 +177,7 @@ def test_the_key_is_a_file_format() -> None:
 
 @precisions
 @pytest.mark.parametrize("numbers", [[], [1, BIG, NAN]])
-def test_state_holds_builtins_only(tmp_path: Path, precision: Precision, numbers: list[float]) -> None:
+def test_state_holds_builtins_only(tmp_path: Path, precision: PrecisionName, numbers: list[float]) -> None:
     plugin = AdaptiveMixedPrecision(precision, LossScale(init_scale=2.0**10), retries=0)
     if numbers:
         checkpoint = saved(fit(plugin, numbers), tmp_path / "a.ckpt")
@@ -209,7 +209,7 @@ def test_state_holds_builtins_when_the_rules_are_numpy_numbers() -> None:
 
 
 @precisions
-def test_checkpoint_of_weights_only(tmp_path: Path, precision: Precision) -> None:
+def test_checkpoint_of_weights_only(tmp_path: Path, precision: PrecisionName) -> None:
     class Validates(Exact):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.log("output", self(batch).float().mean())
@@ -272,7 +272,7 @@ def test_the_scale_goes_on_where_it_was(tmp_path: Path, case: str, more: list[fl
 
 
 @precisions
-def test_skips_in_a_row_go_on_where_they_were(tmp_path: Path, precision: Precision) -> None:
+def test_skips_in_a_row_go_on_where_they_were(tmp_path: Path, precision: PrecisionName) -> None:
     rules = LossScale(init_scale=2.0**10)
     fit(AdaptiveMixedPrecision(precision, rules), [0, NAN, NAN]).save_checkpoint(tmp_path / "a.ckpt")
     enough = AdaptiveMixedPrecision(precision, max_skipped=4)
@@ -344,7 +344,7 @@ class SaveAt(pl.Callback):
 @pytest.mark.parametrize("when", [(0, 7), (1, 3)])
 @pytest.mark.parametrize("retries", [0, 5])
 def test_resume_equals_the_uninterrupted_run(
-    tmp_path: Path, precision: Precision, mode: str, when: tuple[int, int], retries: int
+    tmp_path: Path, precision: PrecisionName, mode: str, when: tuple[int, int], retries: int
 ) -> None:
     options: dict[str, Any] = {"max_epochs": 2}
     if mode == "accumulate and clip":
@@ -380,7 +380,7 @@ def test_resume_equals_the_uninterrupted_run(
 
 Kind = Literal["ours 16", "ours bf16", "ours 32", "stock 16", "stock bf16", "stock 32"]
 KINDS: tuple[Kind, ...] = ("ours 16", "ours bf16", "ours 32", "stock 16", "stock bf16", "stock 32")
-NAMES: dict[str, Precision] = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}
+NAMES: dict[str, PrecisionName] = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}
 
 
 def make(kind: Kind, init_scale: float) -> pl.plugins.Precision | None:
@@ -441,7 +441,7 @@ def test_stock_goes_on_with_our_rules(tmp_path: Path) -> None:
 
 
 @precisions
-def test_legacy_key(tmp_path: Path, precision: Precision) -> None:
+def test_legacy_key(tmp_path: Path, precision: PrecisionName) -> None:
     content = saved(fit(make("stock 16", 2.0**12), [16, 1, 1]), tmp_path / "a.ckpt")
     content["native_amp_scaling_state"] = content.pop(STOCK)
     torch.save(content, tmp_path / "a.ckpt")
@@ -520,7 +520,7 @@ def test_a_corrupt_scale_is_refused(tmp_path: Path, key: str, scale: float) -> N
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_collapsed_scale_does_not_keep_a_run_from_a_wider_precision(tmp_path: Path, precision: Precision) -> None:
+def test_a_collapsed_scale_does_not_keep_a_run_from_a_wider_precision(tmp_path: Path, precision: PrecisionName) -> None:
     """Stock's scale of 0 is what drives users away from float16; nothing here is multiplied by it."""
     content = saved(fit(make("stock 16", 2.0**12), [1]), tmp_path / "a.ckpt")
     content[STOCK]["scale"] = 0.0

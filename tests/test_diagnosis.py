@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_amp_plus import diagnose
-from lightning_amp_plus.diagnosis import (
+from lightning_amp_plus.diagnosis.cause import (
     Diagnosis,
     of_batch,
     of_error,
@@ -24,9 +24,9 @@ from lightning_amp_plus.diagnosis import (
     of_parameters,
     of_scale,
 )
-from lightning_amp_plus.finite import non_finite_inputs, non_finite_state
-from lightning_amp_plus.locate import Fault
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.diagnosis.finite import non_finite_inputs, non_finite_state
+from lightning_amp_plus.diagnosis.locate import Fault
+from lightning_amp_plus.precisions import PrecisionName
 
 INF, NAN = math.inf, math.nan
 ROWS = torch.ones(2, 4)
@@ -165,7 +165,7 @@ class Net(nn.Module):
         return self.head(self.function(self.body(rows)))
 
 
-def why(model: nn.Module, run: Run, precision: Precision = "16-mixed", batch: Any = None) -> Diagnosis:
+def why(model: nn.Module, run: Run, precision: PrecisionName = "16-mixed", batch: Any = None) -> Diagnosis:
     diagnosis = diagnose(model, run, precision, batch)
     assert diagnosis is not None
     return diagnosis
@@ -288,7 +288,7 @@ def test_gradients_that_no_precision_makes_finite_are_of_the_model_with_the_node
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_broken_model_is_told_in_every_precision(precision: Precision) -> None:
+def test_a_broken_model_is_told_in_every_precision(precision: PrecisionName) -> None:
     model = Net(lambda rows: (rows.float() - rows.float()).log())
     assert why(model, lambda: model(ROWS).sum(), precision).cause == "model"
 

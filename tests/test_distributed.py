@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_amp_plus import AdaptiveMixedPrecision, AMPMonitor, LossScale, NonFiniteStepError
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 SCALE = 2.0**10
 STEPS = ((1.0, 3.0), (2.0, 2.0), (4.0, 2.0), (1.0, 1.0))
@@ -56,7 +56,7 @@ class Case:
     """
 
     kind: Kind
-    precision: Precision
+    precision: PrecisionName
     fault: Fault = "none"
     rank: int = 0
     manual: bool = False
@@ -175,7 +175,7 @@ def my_steps(accumulate: int = 1) -> DataLoader[Tensor]:
     return factors(*[pair[rank] for pair in STEPS for _ in range(accumulate)])
 
 
-def plugin_of(precision: Precision, **kwargs: Any) -> AdaptiveMixedPrecision:
+def plugin_of(precision: PrecisionName, **kwargs: Any) -> AdaptiveMixedPrecision:
     """A plugin that skips what overflows; ``test_transaction_ranks.py`` is about running it again."""
     return AdaptiveMixedPrecision(precision, LossScale(init_scale=SCALE), retries=0, **kwargs)
 
@@ -285,7 +285,7 @@ def net_rows() -> list[Tensor]:
     return list(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
 
 
-def run_net(kind: Kind, precision: Precision, variant: str) -> dict[str, Any]:
+def run_net(kind: Kind, precision: PrecisionName, variant: str) -> dict[str, Any]:
     fused, clipping = VARIANTS[variant]
     module = Net(kind == "fsdp2", fused)
     trainer = parallel_trainer(kind, plugin_of(precision), **clipping)
@@ -346,7 +346,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, list[list[float]]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("16-mixed", 4e-3), ("bf16-mixed", 3e-2)])
 def test_training_equals_that_of_one_process(
-    ranks: Ranks, reference: tuple[str, list[list[float]]], kind: Kind, precision: Precision, tolerance: float
+    ranks: Ranks, reference: tuple[str, list[list[float]]], kind: Kind, precision: PrecisionName, tolerance: float
 ) -> None:
     variant, weights = reference
     first, second = ranks(kind, f"net, {precision}, {variant}")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange
-from lightning_amp_plus.monitoring.exponents import BINS, bin_of
+from lightning_amp_plus.dynamic_range.stats import KINDS, DynamicRange
+from lightning_amp_plus.scaling.exponents import BINS, bin_of
 
 FIELDS = ("counts", "largest", "largest_input", "above", "updates")
 

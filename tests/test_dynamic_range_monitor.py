@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange, Kind
-from lightning_amp_plus.monitoring.exponents import BINS, LOWEST
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.dynamic_range.stats import KINDS, DynamicRange, Kind
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.scaling.exponents import BINS, LOWEST
 
 if TYPE_CHECKING or NAMESPACE == "lightning.pytorch":
     from lightning_amp_plus import DynamicRangeMonitor
@@ -38,7 +38,7 @@ SKIPS = "was skipped because"
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
-def make_plugin(precision: Precision = "16-mixed", scale: float = SCALE, **kwargs: Any) -> AdaptiveMixedPrecision:
+def make_plugin(precision: PrecisionName = "16-mixed", scale: float = SCALE, **kwargs: Any) -> AdaptiveMixedPrecision:
     return AdaptiveMixedPrecision(precision, LossScale(init_scale=scale), **kwargs)
 
 
@@ -113,7 +113,7 @@ class Manual(pl.LightningModule):
 
 
 @precisions
-def test_what_it_has_seen_is_what_was_computed(precision: Precision) -> None:
+def test_what_it_has_seen_is_what_was_computed(precision: PrecisionName) -> None:
     monitor = DynamicRangeMonitor(1)
     fit(monitor, Exact(), factors(4.0), make_plugin(precision))
     stats = monitor.stats
@@ -498,7 +498,7 @@ class Noisy(pl.LightningModule):
     ids=["unclipped", "norm", "value"],
 )
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_weights_are_bitwise_those_of_a_run_without_it(precision: Precision, clipping: Any, fused: bool) -> None:
+def test_weights_are_bitwise_those_of_a_run_without_it(precision: PrecisionName, clipping: Any, fused: bool) -> None:
     results = []
     for monitor in (None, DynamicRangeMonitor(2)):
         torch.manual_seed(0)
@@ -553,7 +553,7 @@ class CountsWaits(pl.Callback):
 
 
 @precisions
-def test_on_steps_that_are_not_measured_the_host_waits_as_often_as_without_it(precision: Precision) -> None:
+def test_on_steps_that_are_not_measured_the_host_waits_as_often_as_without_it(precision: PrecisionName) -> None:
     counts = []
     for monitor in (None, DynamicRangeMonitor(100), DynamicRangeMonitor(1)):
         waits = CountsWaits()

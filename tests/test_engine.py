@@ -20,15 +20,15 @@ from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer, SparseAdam
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp_plus.engine import StepEngine
-from lightning_amp_plus.finish import Clipping
-from lightning_amp_plus.gradients import parameters_of
-from lightning_amp_plus.loss_scale import LossScale, LossScaleState, next_state
-from lightning_amp_plus.report import Precision
-from lightning_amp_plus.skips import NonFiniteStepError
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.scaling.finish import Clipping
+from lightning_amp_plus.scaling.gradients import parameters_of
+from lightning_amp_plus.scaling.loss_scale import LossScale, LossScaleState, next_state
+from lightning_amp_plus.step.engine import StepEngine
+from lightning_amp_plus.step.skips import NonFiniteStepError
 
 INF, NAN = math.inf, math.nan
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 T = TypeVar("T")
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -44,7 +44,7 @@ plain_and_fused = pytest.mark.parametrize("fused", [False, True], ids=["foreach"
 
 
 def engine_of(
-    precision: Precision = "16-mixed", scale: float = 2.0**16, max_skipped: int = 10, **rules: Any
+    precision: PrecisionName = "16-mixed", scale: float = 2.0**16, max_skipped: int = 10, **rules: Any
 ) -> StepEngine:
     rules = {"max_scale": max(scale, 2.0**24), **rules}
     return StepEngine(precision, LossScale(init_scale=scale, **rules), max_skipped, notify=lambda level, text: None)
@@ -130,7 +130,7 @@ def outcome(engine: StepEngine) -> tuple[str, str | None]:
 @each_optimizer
 @each_precision
 def test_steps_are_those_of_a_plain_loop(
-    precision: Precision, optimizer_name: str, clipping: Clipping | None, micro_batches: int
+    precision: PrecisionName, optimizer_name: str, clipping: Clipping | None, micro_batches: int
 ) -> None:
     random = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=random) for shape in ((19,), (3, 5), ())]
@@ -178,7 +178,7 @@ def test_a_float16_forward_gives_small_gradients_that_float16_alone_loses() -> N
 @pytest.mark.parametrize("measured", [False, True])
 @plain_and_fused
 @each_precision
-def test_hooks_see_and_may_change_true_gradients(precision: Precision, fused: bool, measured: bool) -> None:
+def test_hooks_see_and_may_change_true_gradients(precision: PrecisionName, fused: bool, measured: bool) -> None:
     a, b, c = ones(2), ones(2), ones(2)
     engine, optimizer = engine_of(precision), sgd(a, b, c, fused=fused)
     if measured:
@@ -246,7 +246,7 @@ def test_a_fused_optimizer_of_the_users_sees_true_gradients() -> None:
 @pytest.mark.parametrize("clipping", [None, Clipping(1e6)], ids=str)
 @plain_and_fused
 @each_precision
-def test_gradients_that_nobody_cleared_are_added_to(precision: Precision, fused: bool, clipping: Any) -> None:
+def test_gradients_that_nobody_cleared_are_added_to(precision: PrecisionName, fused: bool, clipping: Any) -> None:
     a = ones(2)
     engine, optimizer = engine_of(precision), sgd(a, fused=fused)
     for expected in (4.0, 8.0):
@@ -284,7 +284,7 @@ def test_an_exception_of_the_users_leaves_an_engine_that_works() -> None:
 @pytest.mark.parametrize("clipping", [None, Clipping(2.0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.complex128], ids=str)
 @each_precision
-def test_dtypes(precision: Precision, dtype: torch.dtype, clipping: Clipping | None) -> None:
+def test_dtypes(precision: PrecisionName, dtype: torch.dtype, clipping: Clipping | None) -> None:
     a, b = ones(4, dtype=dtype), ones(4)
     engine, optimizer = engine_of(precision), sgd(a, b)
     automatic(engine, optimizer, loss_of((a, 2.0**40), (b, 0.0)), clipping=clipping)
@@ -298,7 +298,7 @@ def test_dtypes(precision: Precision, dtype: torch.dtype, clipping: Clipping | N
 
 @plain_and_fused
 @each_precision
-def test_float64_gradients_are_clipped_in_float64(precision: Precision, fused: bool) -> None:
+def test_float64_gradients_are_clipped_in_float64(precision: PrecisionName, fused: bool) -> None:
     ours, reference = ones(5, dtype=torch.float64), ones(5, dtype=torch.float64)
     gradient = torch.arange(1, 6, dtype=torch.float64)
     automatic(engine_of(precision), sgd(ours, fused=fused), loss_of((ours, gradient)), clipping=Clipping(0.1))
@@ -308,7 +308,7 @@ def test_float64_gradients_are_clipped_in_float64(precision: Precision, fused: b
 
 
 @each_precision
-def test_float64_gradients_beyond_float32_are_applied(precision: Precision) -> None:
+def test_float64_gradients_beyond_float32_are_applied(precision: PrecisionName) -> None:
     a, b = ones(2, dtype=torch.float64), ones(2)
     engine = engine_of(precision)
     automatic(engine, sgd(a, b), loss_of((a, 2.0**300), (b, 1.0)))
@@ -319,7 +319,7 @@ def test_float64_gradients_beyond_float32_are_applied(precision: Precision) -> N
 
 
 @each_precision
-def test_gradients_with_a_pending_conjugation(precision: Precision) -> None:
+def test_gradients_with_a_pending_conjugation(precision: PrecisionName) -> None:
     """``p.conj()`` leaves a lazy conjugate on ``.grad``, which has no view as real numbers."""
     a = ones(3, dtype=torch.complex64)
     engine, optimizer = engine_of(precision), sgd(a)
@@ -332,7 +332,7 @@ def test_gradients_with_a_pending_conjugation(precision: Precision) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("clipping", [None, Clipping(2.0), Clipping(1.0, "value")], ids=str)
 @each_precision
-def test_sparse_gradients(precision: Precision, clipping: Clipping | None) -> None:
+def test_sparse_gradients(precision: PrecisionName, clipping: Clipping | None) -> None:
     ours, reference = ones(5, 4), ones(5, 4)
     engine = engine_of(precision)
     optimizer, plain = SparseAdam([ours], lr=0.5), SparseAdam([reference], lr=0.5)
@@ -357,7 +357,7 @@ def test_sparse_gradients(precision: Precision, clipping: Clipping | None) -> No
 @each_optimizer
 @each_precision
 @pytest.mark.parametrize("backward", ["of nothing", "of another parameter"])
-def test_no_gradients_are_a_step_of_nothing(precision: Precision, optimizer_name: str, backward: str) -> None:
+def test_no_gradients_are_a_step_of_nothing(precision: PrecisionName, optimizer_name: str, backward: str) -> None:
     a, other = ones(3), ones(3)
     optimizer, called = OPTIMIZERS[optimizer_name]([a]), list[int]()
     engine = engine_of(precision)
@@ -390,7 +390,7 @@ def test_a_step_without_backward_is_no_evidence_for_the_scale() -> None:
 @each_precision
 @pytest.mark.parametrize(("exponent", "scale"), [(66, 2.0**16), (100, 2.0**16), (127, 1.0)])
 def test_finite_gradients_with_an_infinite_norm_are_applied(
-    precision: Precision, optimizer_name: str, clipping: Clipping | None, exponent: int, scale: float
+    precision: PrecisionName, optimizer_name: str, clipping: Clipping | None, exponent: int, scale: float
 ) -> None:
     a, reference = ones(4), ones(4)
     engine, optimizer = engine_of(precision, scale), OPTIMIZERS[optimizer_name]([a])
@@ -406,7 +406,7 @@ def test_finite_gradients_with_an_infinite_norm_are_applied(
 
 @plain_and_fused
 @each_precision
-def test_gradients_that_clipping_divides_by_more_than_float32_holds(precision: Precision, fused: bool) -> None:
+def test_gradients_that_clipping_divides_by_more_than_float32_holds(precision: PrecisionName, fused: bool) -> None:
     a = ones(4)
     engine, optimizer = engine_of(precision, 2.0), sgd(a, fused=fused)
     automatic(engine, optimizer, loss_of((a, 2.0**126)), clipping=Clipping(2.0**-10))  # by 2^137
@@ -422,7 +422,7 @@ def test_gradients_that_clipping_divides_by_more_than_float32_holds(precision: P
 @each_optimizer
 @each_precision
 def test_one_bad_element_leaves_no_trace(
-    precision: Precision, optimizer_name: str, hooks: Any, bad: float, clipping: Clipping | None
+    precision: PrecisionName, optimizer_name: str, hooks: Any, bad: float, clipping: Clipping | None
 ) -> None:
     a, b = ones(19), ones(5)
     engine, optimizer = engine_of(precision), OPTIMIZERS[optimizer_name]([a, b])
@@ -448,7 +448,7 @@ def test_one_bad_element_leaves_no_trace(
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("position", [0, 1])
 @each_precision
-def test_a_bad_loss_skips_automatic_steps_only(precision: Precision, position: int, bad: float) -> None:
+def test_a_bad_loss_skips_automatic_steps_only(precision: PrecisionName, position: int, bad: float) -> None:
     a = ones(2)
     engine, optimizer = engine_of(precision), sgd(a)
     values = [1.0, 1.0]
@@ -462,7 +462,7 @@ def test_a_bad_loss_skips_automatic_steps_only(precision: Precision, position: i
 
 
 @each_precision
-def test_a_bad_loss_and_an_infinite_norm_in_manual_steps(precision: Precision) -> None:
+def test_a_bad_loss_and_an_infinite_norm_in_manual_steps(precision: PrecisionName) -> None:
     a = ones(4)
     engine, optimizer = engine_of(precision), sgd(a)
     manual(engine, loss_of((a, 2.0**100), value=INF), [optimizer])
@@ -471,7 +471,7 @@ def test_a_bad_loss_and_an_infinite_norm_in_manual_steps(precision: Precision) -
 
 
 @each_precision
-def test_a_bad_loss_is_not_held_against_a_later_step(precision: Precision) -> None:
+def test_a_bad_loss_is_not_held_against_a_later_step(precision: PrecisionName) -> None:
     """A step without a backward, whose ``training_step`` returned None, is the no-op that it is in fp32."""
     a = ones(2)
     engine, optimizer = engine_of(precision, max_skipped=2), sgd(a)
@@ -482,7 +482,7 @@ def test_a_bad_loss_is_not_held_against_a_later_step(precision: Precision) -> No
 
 
 @each_precision
-def test_finite_losses_whose_sum_is_not_are_finite(precision: Precision) -> None:
+def test_finite_losses_whose_sum_is_not_are_finite(precision: PrecisionName) -> None:
     a = ones(2)
     engine = engine_of(precision)
     automatic(engine, sgd(a), loss_of((a, 0.5), value=2.0**127), loss_of((a, 0.5), value=2.0**127))
@@ -494,7 +494,7 @@ def test_finite_losses_whose_sum_is_not_are_finite(precision: Precision) -> None
 @plain_and_fused
 @each_precision
 def test_what_hooks_make_non_finite_never_reaches_the_weights(
-    precision: Precision, fused: bool, clipping: Clipping | None, bad: float
+    precision: PrecisionName, fused: bool, clipping: Clipping | None, bad: float
 ) -> None:
     a = ones(5)
     engine, optimizer = engine_of(precision, growth_interval=2), sgd(a, fused=fused)
@@ -647,7 +647,7 @@ def test_the_micro_batch_at_the_higher_scale_is_the_one_that_overflowed(first: t
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_without_loss_scaling_the_loss_is_handed_on(precision: Precision) -> None:
+def test_without_loss_scaling_the_loss_is_handed_on(precision: PrecisionName) -> None:
     a = ones(2)
     engine, loss = engine_of(precision), loss_of((a, 1.0))
     assert engine.scaler is None
@@ -661,7 +661,7 @@ def test_without_loss_scaling_the_loss_is_handed_on(precision: Precision) -> Non
 @pytest.mark.parametrize("max_skipped", [1, 3])
 @pytest.mark.parametrize("fault", ["loss", "gradients", "hook"])
 @each_precision
-def test_it_stops_at_exactly_the_nth_skip(precision: Precision, fault: str, max_skipped: int) -> None:
+def test_it_stops_at_exactly_the_nth_skip(precision: PrecisionName, fault: str, max_skipped: int) -> None:
     a = ones(2)
     engine, optimizer = engine_of(precision, 4.0, max_skipped, min_scale=4.0), sgd(a, momentum=0.5)
 
@@ -788,7 +788,7 @@ def test_by_default_an_incident_is_a_warning_and_the_search_for_the_scale_is_not
 
 
 @each_precision
-def test_grad_is_true_after_every_backward(precision: Precision) -> None:
+def test_grad_is_true_after_every_backward(precision: PrecisionName) -> None:
     a, b, alone = ones(2), ones(2), ones(2)
     engine, optimizers = engine_of(precision, growth_interval=1), [sgd(a), sgd(b, fused=True)]
     backward = partial(manual, engine, optimizers=optimizers, others=[alone])
@@ -942,7 +942,7 @@ def test_an_exception_in_backward_leaves_true_gradients(pending: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @each_precision
-def test_create_graph_gives_true_gradients_that_can_be_differentiated(precision: Precision) -> None:
+def test_create_graph_gives_true_gradients_that_can_be_differentiated(precision: PrecisionName) -> None:
     a = ones(2)
     engine, optimizer = engine_of(precision), sgd(a)
     for count in (1, 2):
@@ -957,7 +957,7 @@ def test_create_graph_gives_true_gradients_that_can_be_differentiated(precision:
 
 
 @each_precision
-def test_losses_of_several_elements_with_their_own_gradients(precision: Precision) -> None:
+def test_losses_of_several_elements_with_their_own_gradients(precision: PrecisionName) -> None:
     a = ones(2)
     engine, optimizer = engine_of(precision), sgd(a)
     for loss, gradient in ((a * 4, torch.tensor([1.0, 2.0])), (a[:, None] * 2, torch.ones(2, 1))):
@@ -969,7 +969,7 @@ def test_losses_of_several_elements_with_their_own_gradients(precision: Precisio
 
 
 @each_precision
-def test_gradients_that_the_user_threw_away_are_forgotten(precision: Precision) -> None:
+def test_gradients_that_the_user_threw_away_are_forgotten(precision: PrecisionName) -> None:
     """A batch whose gradients the user's own check found non-finite."""
     a = ones(2)
     engine, optimizer = engine_of(precision), sgd(a)
@@ -995,7 +995,7 @@ def test_a_loss_that_the_user_threw_away_is_not_blamed() -> None:
     ("precision", "floor", "applied"), [("16-mixed", 1.0, False), ("16-mixed", 4.0, True), ("32-true", 1.0, True)]
 )
 def test_an_overflow_that_the_user_clips_away_is_one_as_long_as_a_lower_scale_may_help(
-    precision: Precision, floor: float, applied: bool
+    precision: PrecisionName, floor: float, applied: bool
 ) -> None:
     a = ones(2)
     engine, optimizer = engine_of(precision, 4.0, min_scale=floor), sgd(a)
@@ -1052,7 +1052,7 @@ def test_growth_counts_iterations(fault: str | None) -> None:
 class TwoRanks:
     """Two engines in two threads; the reduction waits for both, as a collective does, or raises."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: PrecisionName) -> None:
         self.engines = [engine_of(precision, growth_interval=1, max_skipped=2) for _ in range(2)]
         self.calls = [0, 0]
         self._flags = [torch.zeros(0)] * 2
@@ -1110,7 +1110,9 @@ PAIRS: dict[tuple[str, str], tuple[str, str | None]] = {
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @each_precision
-def test_a_fault_on_one_rank_is_one_on_both(precision: Precision, path: str, pair: tuple[str, str], first: int) -> None:
+def test_a_fault_on_one_rank_is_one_on_both(
+    precision: PrecisionName, path: str, pair: tuple[str, str], first: int
+) -> None:
     ranks = TwoRanks(precision)
 
     def work(rank: int, engine: StepEngine) -> None:
@@ -1139,7 +1141,7 @@ def test_a_fault_on_one_rank_is_one_on_both(precision: Precision, path: str, pai
 @pytest.mark.parametrize("first", [0, 1])
 @each_precision
 def test_one_rank_may_look_at_its_gradients_where_the_other_does_not(
-    precision: Precision, first: int, looks: str, pair: tuple[str, str]
+    precision: PrecisionName, first: int, looks: str, pair: tuple[str, str]
 ) -> None:
     """A callback on rank 0 only has a hook, or asks for the norm."""
     ranks = TwoRanks(precision)
@@ -1161,7 +1163,7 @@ def test_one_rank_may_look_at_its_gradients_where_the_other_does_not(
 
 @pytest.mark.parametrize("faulty", [0, 1])
 @each_precision
-def test_a_hook_that_makes_nan_on_one_rank(precision: Precision, faulty: int) -> None:
+def test_a_hook_that_makes_nan_on_one_rank(precision: PrecisionName, faulty: int) -> None:
     ranks = TwoRanks(precision)
 
     def work(rank: int, engine: StepEngine) -> Tensor:
@@ -1282,7 +1284,7 @@ def test_float16_refuses_a_second_evaluation(kind: type[SGD]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_lbfgs_is_passed_through(precision: Precision) -> None:
+def test_lbfgs_is_passed_through(precision: PrecisionName) -> None:
     said = list[int]()
     engine = StepEngine(precision, notify=lambda level, text: said.append(level))
     ours, reference = (Parameter(torch.tensor([-1.0, 2.0])) for _ in range(2))
@@ -1306,7 +1308,7 @@ def test_lbfgs_is_passed_through(precision: Precision) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_lbfgs_is_not_asked_where_the_first_evaluation_is_not_finite(precision: Precision) -> None:
+def test_lbfgs_is_not_asked_where_the_first_evaluation_is_not_finite(precision: PrecisionName) -> None:
     a = ones(1)
     engine, optimizer = engine_of(precision), LBFGS([a])
     automatic(engine, optimizer, loss_of((a, INF)))
@@ -1319,7 +1321,7 @@ def test_lbfgs_is_not_asked_where_the_first_evaluation_is_not_finite(precision: 
     ("kind", "places", "weight"),
     [(SGD, [1.0], 0.5), (Required, [1.0], 0.5), (Twice, [1.0, 1.0], 0.5), (Perturbing, [1.0, 2.0], 0.0)],
 )
-def test_evaluations(precision: Precision, kind: type[SGD], places: list[float], weight: float) -> None:
+def test_evaluations(precision: PrecisionName, kind: type[SGD], places: list[float], weight: float) -> None:
     a = ones(1)
     engine, optimizer = engine_of(precision), kind([a], lr=0.25)
     closure, evaluated = square_closure(engine, a, optimizer)
@@ -1339,7 +1341,7 @@ def test_further_evaluations_are_those_of_rerun() -> None:
 
 
 @each_precision
-def test_an_optimizer_that_takes_no_closure(precision: Precision) -> None:
+def test_an_optimizer_that_takes_no_closure(precision: PrecisionName) -> None:
     a = ones(1)
     engine, optimizer = engine_of(precision), WithoutClosure([a], lr=0.25)
     closure, _ = square_closure(engine, a, optimizer)
@@ -1348,7 +1350,7 @@ def test_an_optimizer_that_takes_no_closure(precision: Precision) -> None:
 
 
 @each_precision
-def test_arguments_of_step_are_handed_on(precision: Precision) -> None:
+def test_arguments_of_step_are_handed_on(precision: PrecisionName) -> None:
     class Factor(SGD):
         def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
             return factor
@@ -1365,7 +1367,7 @@ def test_arguments_of_step_are_handed_on(precision: Precision) -> None:
 @each_optimizer
 @each_precision
 def test_the_norm_asked_for_is_the_true_one_before_clipping(
-    precision: Precision, optimizer_name: str, clipping: Clipping | None, hooked: bool
+    precision: PrecisionName, optimizer_name: str, clipping: Clipping | None, hooked: bool
 ) -> None:
     a = ones(4)
     engine = engine_of(precision)
@@ -1428,7 +1430,7 @@ PLAIN, FUSED = {"_foreach_add_": 1}, {"_fused_sgd_": 1}
     ],
 )
 def test_passes_over_the_gradients(
-    precision: Precision, fused: bool, clipping: Clipping | None, kernels: dict[str, int]
+    precision: PrecisionName, fused: bool, clipping: Clipping | None, kernels: dict[str, int]
 ) -> None:
     parameters = [ones(4), ones(3)]
     engine, optimizer = engine_of(precision), sgd(*parameters, fused=fused, foreach=not fused)
@@ -1489,7 +1491,7 @@ RULES = st.builds(
     rules=RULES,
 )
 def test_any_run_is_the_run_without_its_faulty_steps(
-    precision: Precision, name: str, steps: list[tuple[str, Clipping | None, bool, int]], rules: LossScale
+    precision: PrecisionName, name: str, steps: list[tuple[str, Clipping | None, bool, int]], rules: LossScale
 ) -> None:
     ours, reference = ([ones(5), ones(2, 2)] for _ in range(2))
     engine = StepEngine(precision, rules, max_skipped=3, notify=lambda level, text: None)

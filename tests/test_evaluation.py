@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, MinMetric
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 NAN, INF = math.nan, math.inf
 ROWS = (1.0, 4.0, 2.0, 5.0, 3.0)
 """Batches of one. Times 2^14 float16 holds them exactly below 4, and not from 4 on: two are too large."""
 HOT = sum(row >= 4 for row in ROWS)
 
-BOTH: tuple[Precision, ...] = ("16-mixed", "32-true")
+BOTH: tuple[PrecisionName, ...] = ("16-mixed", "32-true")
 
 TOLD = pytest.mark.filterwarnings(
     "ignore:A batch of the evaluation:RuntimeWarning", "ignore:3 batches in a row of the evaluation:RuntimeWarning"
@@ -96,13 +96,13 @@ def loader(rows: Sequence[float] = ROWS) -> DataLoader[Tensor]:
     return DataLoader(data)
 
 
-def make_plugin(precision: Precision = "16-mixed") -> AdaptiveMixedPrecision:
+def make_plugin(precision: PrecisionName = "16-mixed") -> AdaptiveMixedPrecision:
     return AdaptiveMixedPrecision(precision, LossScale(init_scale=1.0))
 
 
 def evaluate(
     module: pl.LightningModule,
-    precision: Precision = "16-mixed",
+    precision: PrecisionName = "16-mixed",
     rows: Sequence[float] = ROWS,
     *,
     method: Literal["validate", "test"] = "validate",
@@ -243,7 +243,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("precision", "reads"), [("16-mixed", 1), ("bf16-mixed", 0), ("32-true", 0)])
-def test_a_clean_batch_costs_one_read_in_float16_and_none_elsewhere(precision: Precision, reads: int) -> None:
+def test_a_clean_batch_costs_one_read_in_float16_and_none_elsewhere(precision: PrecisionName, reads: int) -> None:
     rows, counts = [1.0, 2.0, 3.0, 2.0, 1.0, 3.0, 2.0], []
     for rescues in (True, False):
         module = Model(["return", "log", "log metric", "state", "list"])
@@ -255,7 +255,7 @@ def test_a_clean_batch_costs_one_read_in_float16_and_none_elsewhere(precision: P
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_wider_precisions_are_not_looked_at(precision: Precision) -> None:
+def test_wider_precisions_are_not_looked_at(precision: PrecisionName) -> None:
     module = Model()
     plugin = evaluate(module, precision, [1.0, INF, NAN])
     assert (len(module._calls), plugin.counters.rescued_evaluations) == (3, 0)

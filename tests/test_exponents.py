@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_amp_plus.monitoring import exponents
-from lightning_amp_plus.monitoring.exponents import (
+from lightning_amp_plus.scaling import exponents
+from lightning_amp_plus.scaling.exponents import (
     BINS,
     HIGHEST,
     LOWEST,

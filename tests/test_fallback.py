@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters, StepReport
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 # The first skip is told too; these tests are about what follows from several.
 pytestmark = pytest.mark.filterwarnings("ignore:Optimizer step .* was skipped")
@@ -101,7 +101,7 @@ def fit_and_listen(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> list[str]:
     return told_by(told)
 
 
-def rescued(step: int, others: int, precision: Precision, wider: Precision) -> str:
+def rescued(step: int, others: int, precision: PrecisionName, wider: PrecisionName) -> str:
     """What is told of a run that moves after steps that were rescued."""
     lately = f", as were {others} others lately" if others else ""
     return (
@@ -110,7 +110,7 @@ def rescued(step: int, others: int, precision: Precision, wider: Precision) -> s
     )
 
 
-def skipped(step: int, count: int, precision: Precision, wider: Precision) -> str:
+def skipped(step: int, count: int, precision: PrecisionName, wider: PrecisionName) -> str:
     """What is told of a run in manual optimization that moves."""
     return (
         f"{count} optimizer steps in a row were skipped in '{precision}', and no lower loss scale can help: from"
@@ -137,7 +137,7 @@ def counted(text: str, attempts: int | None = None) -> StepCounters:
     ("worse", "move", "reached"), [(False, MOVE, "bf16-mixed"), (True, "hfhbf", "32-true")], ids=["hot", "worse"]
 )
 def test_the_third_rescue_moves_the_run_to_the_narrowest_rung_that_holds(
-    worse: bool, move: str, reached: Precision, fused: bool
+    worse: bool, move: str, reached: PrecisionName, fused: bool
 ) -> None:
     plugin, module = AdaptiveMixedPrecision("16-mixed"), Hot(worse=worse, fused=fused)
     trainer = make_trainer(plugin, callbacks=[PrecisionFallback()], gradient_clip_val=100.0)
@@ -256,7 +256,7 @@ def test_a_rescue_reports_the_precision_and_the_place() -> None:
 
 
 @pytest.mark.parametrize(("within_steps", "reached"), [(2, "16-mixed"), (3, "bf16-mixed")])
-def test_rescues_count_among_the_last_steps_only(within_steps: int, reached: Precision) -> None:
+def test_rescues_count_among_the_last_steps_only(within_steps: int, reached: PrecisionName) -> None:
     """Every other step is rescued."""
     plugin, module = AdaptiveMixedPrecision("16-mixed"), Hot()
     fallback = PrecisionFallback(patience=2, within_steps=within_steps)
@@ -719,7 +719,7 @@ def test_without_the_callback_a_checkpoint_is_used_in_the_configured_precision(t
     assert module.seen["training"] == "hh"
     assert plugin.counters == counted("rrr..xx", 16)
 
-    configurations: list[tuple[Precision, str]] = [("32-true", "f"), ("bf16-mixed", "b")]
+    configurations: list[tuple[PrecisionName, str]] = [("32-true", "f"), ("bf16-mixed", "b")]
     for configured, reached in configurations:
         module, wider = Everywhere(), AdaptiveMixedPrecision(configured)
         trainer = make_trainer(wider, callbacks=[PrecisionFallback()], max_epochs=2)
@@ -877,7 +877,7 @@ def test_a_second_fit_of_a_resumed_plugin_starts_anew(tmp_path: Path) -> None:
 # Ladders --------------------------------------------------------------------------------------------------------------
 
 
-LADDERS: list[tuple[Precision, tuple[Precision, ...] | None, str, Precision]] = [
+LADDERS: list[tuple[PrecisionName, tuple[PrecisionName, ...] | None, str, PrecisionName]] = [
     ("16-mixed", None, "bf", "bf16-mixed"),
     ("16-mixed", ("16-mixed", "32-true"), "f", "32-true"),
     ("16-mixed", ("32-true",), "f", "32-true"),
@@ -892,7 +892,7 @@ LADDERS: list[tuple[Precision, tuple[Precision, ...] | None, str, Precision]] = 
 
 @pytest.mark.parametrize(("start", "ladder", "rungs", "reached"), LADDERS)
 def test_it_tries_the_widest_rung_and_moves_to_the_narrowest(
-    start: Precision, ladder: tuple[Precision, ...] | None, rungs: str, reached: Precision
+    start: PrecisionName, ladder: tuple[PrecisionName, ...] | None, rungs: str, reached: PrecisionName
 ) -> None:
     plugin, module = AdaptiveMixedPrecision(start, max_skipped=1), Hot()
     trainer = make_trainer(plugin, callbacks=[PrecisionFallback(ladder, patience=1)])
@@ -911,7 +911,7 @@ def test_it_tries_the_widest_rung_and_moves_to_the_narrowest(
 @pytest.mark.parametrize(("start", "ladder", "rungs", "_"), LADDERS)
 @pytest.mark.parametrize("cause", ["batch", "model"])
 def test_what_is_finite_nowhere_ends_the_fit_where_it_began(
-    start: Precision, ladder: tuple[Precision, ...] | None, rungs: str, _: Precision, cause: str
+    start: PrecisionName, ladder: tuple[PrecisionName, ...] | None, rungs: str, _: PrecisionName, cause: str
 ) -> None:
     plugin = AdaptiveMixedPrecision(start, max_skipped=3)
     trainer = make_trainer(plugin, callbacks=[PrecisionFallback(ladder, patience=1)])

@@ -22,16 +22,11 @@ from namespace import AdaptiveMixedPrecision, PrecisionFallback, pl
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
-from lightning_amp_plus import (
-    LossScale,
-    NonFiniteStepError,
-    PrecisionAdvice,
-    find_precision,
-    finder,
-    hardware,
-)
-from lightning_amp_plus.hardware import PrecisionChoice
-from lightning_amp_plus.monitoring import exponents
+from lightning_amp_plus import LossScale, NonFiniteStepError, PrecisionAdvice, find_precision
+from lightning_amp_plus.advice import finder
+from lightning_amp_plus.hardware import select as hardware
+from lightning_amp_plus.hardware.select import PrecisionChoice
+from lightning_amp_plus.scaling import exponents
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Optimizer step .* was not finite in"),  # in a rehearsal
@@ -1066,7 +1061,7 @@ def test_a_forgotten_trainer_is_told_of() -> None:
 
 
 def test_no_picture_is_drawn_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    plotting = importlib.import_module("lightning_amp_plus.plotting")
+    plotting = importlib.import_module("lightning_amp_plus.monitoring.plotting")
     monkeypatch.setattr(plotting, "plot_dynamic_range", lambda *args: pytest.fail("drawn"))
     assert find(built(Net), batches()).precision == "16-mixed"
 

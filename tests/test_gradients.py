@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_amp_plus import gradients
+from lightning_amp_plus.scaling import gradients
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -13,9 +13,9 @@ import torch
 from namespace import AdaptiveMixedPrecision
 from torch import Tensor
 
-from lightning_amp_plus import hardware
-from lightning_amp_plus.hardware import PrecisionChoice, select_common_precision, select_precision
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.hardware import select as hardware
+from lightning_amp_plus.hardware.select import PrecisionChoice, select_common_precision, select_precision
+from lightning_amp_plus.precisions import PrecisionName
 
 real_cpu_flags = hardware._cpu_flags  # conftest.py replaces it in every test
 PROBES = (
@@ -28,7 +28,7 @@ PROBES = (
     "_cpu_flags",
 )
 
-Row = tuple[str, str, Any, Precision, str, bool]
+Row = tuple[str, str, Any, PrecisionName, str, bool]
 
 _TENSOR_CORES = "compute capability {} has bfloat16 tensor cores"
 _HALF_CORES = "compute capability {} multiplies float16 natively and emulates bfloat16"
@@ -131,7 +131,7 @@ def test_the_choice_for_a_device_which_alone_is_asked(
     name: str,
     kind: str,
     found: Any,
-    precision: Precision,
+    precision: PrecisionName,
     reason: str,
     emulates: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -221,7 +221,7 @@ def test_a_capability_that_is_a_number_is_no_flag(monkeypatch: pytest.MonkeyPatc
     ids=["Zen 4", "Sapphire Rapids", "Ice Lake", "Graviton 3", "Raspberry Pi 4"],
 )
 def test_older_torch_reads_cpuinfo(
-    text: str, precision: Precision, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, precision: PrecisionName, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
@@ -280,7 +280,7 @@ def test_the_probes_of_metal_ask_torch(
     autocast_on: set[str],
     macos: tuple[int, int],
     chip: str | None,
-    precision: Precision,
+    precision: PrecisionName,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -338,7 +338,7 @@ def choose_on_ranks(
     ],
 )
 def test_ranks_agree_on_what_all_run_natively(
-    capabilities: tuple[tuple[int, int], ...], precision: Precision, emulates: bool, monkeypatch: pytest.MonkeyPatch
+    capabilities: tuple[tuple[int, int], ...], precision: PrecisionName, emulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, together = choose_on_ranks(torch.device("cuda"), "_cuda_capability", capabilities, monkeypatch)
     for own, choice in zip(alone, together, strict=True):

@@ -15,11 +15,12 @@ from namespace import AdaptiveMixedPrecision, AMPMonitor, PrecisionFallback, pl
 from torch import Tensor, nn
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.diagnosis import Cause, Diagnosis
+from lightning_amp_plus.diagnosis.cause import Cause, Diagnosis
 from lightning_amp_plus.monitoring import history
 from lightning_amp_plus.monitoring.events import EVENT_KINDS, kinds_of
-from lightning_amp_plus.monitoring.history import Event, Point, RunHistory, scale_text
-from lightning_amp_plus.report import Precision, StepReport
+from lightning_amp_plus.monitoring.history import Event, Point, RunHistory
+from lightning_amp_plus.precisions import PrecisionName, scale_text
+from lightning_amp_plus.step.report import StepReport
 
 CLEAN = StepReport(step=0, optimizer=0, precision="16-mixed", scale=8.0, attempts=1, outcome="applied")
 
@@ -94,7 +95,7 @@ def test_a_clean_step_at_the_same_scale_takes_no_room() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_without_loss_scaling_there_is_no_range_of_scales(precision: Precision) -> None:
+def test_without_loss_scaling_there_is_no_range_of_scales(precision: PrecisionName) -> None:
     made = RunHistory()
     made.add(report(0, precision=precision), 1.0, precision)
     assert (made.lowest_scale, made.highest_scale) == (None, None)
@@ -133,7 +134,7 @@ def test_a_long_history_keeps_every_change_of_precision(monkeypatch: pytest.Monk
     monkeypatch.setattr(history, "_MOST", 40)
     made = RunHistory()
     for step in range(1000):
-        precision: Precision = "bf16-mixed" if 500 <= step < 510 else "16-mixed"
+        precision: PrecisionName = "bf16-mixed" if 500 <= step < 510 else "16-mixed"
         made.add(report(step, precision=precision), 1.0 if precision == "bf16-mixed" else 2.0 ** (step % 5), precision)
     assert [point.step for point in made.points if point.precision == "bf16-mixed"] == [500]
     assert 510 in [point.step for point in made.points]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import lightning_amp_plus
-from lightning_amp_plus.diagnosis import Diagnosis
+from lightning_amp_plus.diagnosis.cause import Diagnosis
 from lightning_amp_plus.monitoring import incidents
 from lightning_amp_plus.monitoring.incidents import FILE_NAME, IncidentLog, incident_of, read_incidents
-from lightning_amp_plus.report import StepReport
+from lightning_amp_plus.step.report import StepReport
 
 PACKAGES = str(Path(lightning_amp_plus.__file__).parents[1])
 WRITER = f"""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus.kept import KeptModules
+from lightning_amp_plus.diagnosis.fp32_modules import KeptModules
 
 ROWS = torch.ones(2, 4)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from lightning_amp_plus.fallback import Fallback
-from lightning_amp_plus.hardware import PrecisionChoice
-from lightning_amp_plus.ladder import FallbackRules
-from lightning_amp_plus.report import PRECISIONS, Precision, StepReport
-from lightning_amp_plus.skips import Skips
+from lightning_amp_plus.hardware.select import PrecisionChoice
+from lightning_amp_plus.precisions import NAMES, PrecisionName
+from lightning_amp_plus.step.fallback import Fallback
+from lightning_amp_plus.step.report import StepReport
+from lightning_amp_plus.step.rules import FallbackRules
+from lightning_amp_plus.step.skips import Skips
 
 EMULATES = PrecisionChoice("16-mixed", "float16 is native, bfloat16 is emulated", emulates_bfloat16=True)
 NATIVE = PrecisionChoice("bf16-mixed", "bfloat16 is native")
@@ -47,7 +48,9 @@ def test_a_ladder_from_a_configuration_file_is_a_list_and_equals_the_tuple() -> 
     assert FallbackRules(ladder=ladder) == FallbackRules(ladder=("16-mixed", "32-true"))
 
 
-RUNGS: list[tuple[tuple[Precision, ...] | None, Precision, tuple[Precision, ...], tuple[Precision, ...]]] = [
+RUNGS: list[
+    tuple[tuple[PrecisionName, ...] | None, PrecisionName, tuple[PrecisionName, ...], tuple[PrecisionName, ...]]
+] = [
     (None, "16-mixed", (), ("bf16-mixed", "32-true")),
     (None, "32-true", (), ()),
     (None, "16-mixed", ("32-true",), ("bf16-mixed",)),
@@ -59,22 +62,22 @@ RUNGS: list[tuple[tuple[Precision, ...] | None, Precision, tuple[Precision, ...]
 
 @pytest.mark.parametrize(("ladder", "precision", "without", "expected"), RUNGS)
 def test_the_rungs_are_the_wider_ones_of_the_ladder_that_fit_from_narrow_to_wide(
-    ladder: tuple[Precision, ...] | None,
-    precision: Precision,
-    without: tuple[Precision, ...],
-    expected: tuple[Precision, ...],
+    ladder: tuple[PrecisionName, ...] | None,
+    precision: PrecisionName,
+    without: tuple[PrecisionName, ...],
+    expected: tuple[PrecisionName, ...],
 ) -> None:
     assert FallbackRules(ladder=ladder).rungs(precision, without) == expected
 
 
 def test_a_gpu_that_emulates_bfloat16_has_no_such_rung_unless_it_is_asked_for() -> None:
     assert FallbackRules().on("cuda", EMULATES).ladder == ("16-mixed", "32-true")
-    assert FallbackRules(ladder=PRECISIONS).on("cuda", EMULATES).ladder == PRECISIONS
-    assert FallbackRules().on("cuda", NATIVE).ladder == PRECISIONS
+    assert FallbackRules(ladder=NAMES).on("cuda", EMULATES).ladder == NAMES
+    assert FallbackRules().on("cuda", NATIVE).ladder == NAMES
 
 
 def test_a_cpu_has_a_rung_of_bfloat16_in_any_case() -> None:
-    assert FallbackRules().on("cpu", EMULATES).ladder == PRECISIONS
+    assert FallbackRules().on("cpu", EMULATES).ladder == NAMES
 
 
 @pytest.mark.parametrize("scope", ["model", "module"])
@@ -85,7 +88,7 @@ def test_a_scope_that_was_asked_for_is_kept_on_any_device(scope: Any) -> None:
 def test_the_automatic_scope_is_the_module_where_bfloat16_is_emulated_and_the_model_elsewhere() -> None:
     rules = FallbackRules(scope="auto", patience=5)
     assert rules.on("cuda", EMULATES).scope == "module"
-    assert rules.on("cuda", NATIVE) == replace(rules, scope="model", ladder=PRECISIONS)
+    assert rules.on("cuda", NATIVE) == replace(rules, scope="model", ladder=NAMES)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp_plus.lines import place_of
-from lightning_amp_plus.locate import Fault, Locator
+from lightning_amp_plus.diagnosis.lines import place_of
+from lightning_amp_plus.diagnosis.locate import Fault, Locator
 
 INF, NAN = math.inf, math.nan
 ROWS = torch.ones(2, 4)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_plus import DynamicLossScaler, LossScale
-from lightning_amp_plus.loss_scale import LossScaleState, next_state, scale_loss
+from lightning_amp_plus.scaling.loss_scale import LossScaleState, next_state, scale_loss
 
 POWERS = st.integers(-126, 126).map(lambda exponent: 2.0**exponent)
 OUTCOMES = st.lists(st.booleans(), max_size=60)

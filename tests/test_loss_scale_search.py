@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_amp_plus import DynamicLossScaler, LossScale
-from lightning_amp_plus.engine import StepEngine
-from lightning_amp_plus.loss_scale import LossScaleState, next_state, retry_scales, state_after_cure
+from lightning_amp_plus.scaling.loss_scale import LossScaleState, next_state, retry_scales, state_after_cure
+from lightning_amp_plus.step.engine import StepEngine
 
 RETRIES = 5
 WIDE = {"min_scale": 1.0, "max_scale": 2.0**30}

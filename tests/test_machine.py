@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_amp_plus import machine, matmul
 from lightning_amp_plus.__main__ import as_json, as_text, main
-from lightning_amp_plus.hardware import PrecisionChoice
-from lightning_amp_plus.machine import (
+from lightning_amp_plus.hardware import machine, matmul
+from lightning_amp_plus.hardware.machine import (
     DTYPES,
     DeviceDescription,
     Machine,
@@ -29,7 +28,8 @@ from lightning_amp_plus.machine import (
     devices,
     dtype_name,
 )
-from lightning_amp_plus.matmul import MatmulSpeed, matmul_size, matmul_speed
+from lightning_amp_plus.hardware.matmul import MatmulSpeed, matmul_size, matmul_speed
+from lightning_amp_plus.hardware.select import PrecisionChoice
 
 CPU = torch.device("cpu")
 ABSENT = torch.device("cuda", 99)  # raises whatever it is asked, with CUDA and without

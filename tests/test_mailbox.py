@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_amp_plus.mailbox import Mailbox
+from lightning_amp_plus.trainer.mailbox import Mailbox
 
 # What Python 3.12 says about any fork of a process that has started a thread.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

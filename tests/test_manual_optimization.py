@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from lightning_amp_plus import NonFiniteStepError, StepCounters
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 NAN, INF = float("nan"), float("inf")
 BATCHES = (32, 8, 16, 8, 2, 2, 8, 4)
@@ -118,7 +118,7 @@ def one_backward(module: Manual, batch: Tensor, batch_idx: int) -> None:
 @all_precisions
 @all_optimizers
 @pytest.mark.parametrize("clip", ["none", "norm", "value", "torch norm", "torch value", "twice"])
-def test_clipping(precision: Precision, optimizer: Callable[..., Optimizer], clip: str) -> None:
+def test_clipping(precision: PrecisionName, optimizer: Callable[..., Optimizer], clip: str) -> None:
     def step(module: Manual, batch: Tensor, batch_idx: int) -> None:
         optimizer = module.all_optimizers()
         optimizer.zero_grad()
@@ -212,7 +212,7 @@ def test_hooks_see_true_gradients(hook: str) -> None:
 
 @all_precisions
 @all_optimizers
-def test_optimizers_at_different_rates(precision: Precision, optimizer: Callable[..., Optimizer]) -> None:
+def test_optimizers_at_different_rates(precision: PrecisionName, optimizer: Callable[..., Optimizer]) -> None:
     """As a GAN that trains its critic three times as often."""
 
     def step(module: Manual, batch: Tensor, batch_idx: int) -> None:
@@ -278,7 +278,7 @@ def test_a_frozen_optimizer_keeps_its_pending_gradient() -> None:
 @all_precisions
 @all_optimizers
 @pytest.mark.parametrize("toggle", [False, True])
-def test_closures(precision: Precision, optimizer: Callable[..., Optimizer], toggle: bool) -> None:
+def test_closures(precision: PrecisionName, optimizer: Callable[..., Optimizer], toggle: bool) -> None:
     def step(module: Manual, batch: Tensor, batch_idx: int) -> None:
         for optimizer in module.all_optimizers():
 
@@ -411,7 +411,7 @@ def test_an_exception_in_manual_backward_that_the_user_catches() -> None:
 
 
 @all_precisions
-def test_a_step_without_gradients_is_a_no_op(precision: Precision) -> None:
+def test_a_step_without_gradients_is_a_no_op(precision: PrecisionName) -> None:
     def step(module: Manual, batch: Tensor, batch_idx: int) -> None:
         if batch_idx == 1:
             module.all_optimizers().step()
@@ -436,7 +436,7 @@ def test_a_raw_optimizer_gets_true_gradients() -> None:
 
 
 @all_precisions
-def test_an_optimizer_computes_in_float32(precision: Precision) -> None:
+def test_an_optimizer_computes_in_float32(precision: PrecisionName) -> None:
     """``training_step``, and with it the step of the user, runs in autocast; the products of an optimizer must not."""
 
     class Preconditioned(SGD):
@@ -450,7 +450,7 @@ def test_an_optimizer_computes_in_float32(precision: Precision) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_lbfgs_is_as_stock(precision: Precision) -> None:
+def test_lbfgs_is_as_stock(precision: PrecisionName) -> None:
     def step(module: Manual, batch: Tensor, batch_idx: int) -> None:
         optimizer = module.all_optimizers()
 
@@ -619,7 +619,7 @@ def test_only_the_optimizer_that_overflowed_is_skipped() -> None:
 
 @all_precisions
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_bad_batch_is_skipped_in_every_precision(precision: Precision, bad: float) -> None:
+def test_a_bad_batch_is_skipped_in_every_precision(precision: PrecisionName, bad: float) -> None:
     plugin = make_plugin(precision)
     module = Manual(one_backward, optimizer=OPTIMIZERS["AdamW fused"], optimizers=2)
     reference = Manual(one_backward, optimizer=OPTIMIZERS["AdamW fused"], optimizers=2)
@@ -790,7 +790,7 @@ def test_lr_schedules_can_be_held_by_last_step_skipped() -> None:
 
 
 @all_precisions
-def test_max_skipped_is_per_optimizer(precision: Precision) -> None:
+def test_max_skipped_is_per_optimizer(precision: PrecisionName) -> None:
     """The good steps of the one in between do not excuse the other."""
     plugin, module = make_plugin(precision, max_skipped=3), Manual(one_backward, optimizers=2)
     with (

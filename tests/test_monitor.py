@@ -24,15 +24,16 @@ from namespace import NAMESPACE, AdaptiveMixedPrecision, AMPMonitor, PrecisionFa
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory, _lightning
-from lightning_amp_plus.callbacks import outputs
-from lightning_amp_plus.drawing import report as drawn_report
-from lightning_amp_plus.monitoring import exponents, underflow
+from lightning_amp_plus import LossScale, NonFiniteStepError, RunHistory
+from lightning_amp_plus.monitoring import outputs, underflow
+from lightning_amp_plus.monitoring import page as drawn_report
 from lightning_amp_plus.monitoring.incidents import read_incidents
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.scaling import exponents
+from lightning_amp_plus.trainer import internals
 
 SCALE = 2.0**10
-BITS: dict[Precision, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
+BITS: dict[PrecisionName, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
 ALWAYS = {
     "amp/loss_scale",
     "amp/mantissa_bits",
@@ -134,7 +135,7 @@ def fit(
     x: Tensor,
     module: pl.LightningModule | None = None,
     *,
-    precision: Precision = "16-mixed",
+    precision: PrecisionName = "16-mixed",
     loss_scale: LossScale | None = None,
     plugin: AdaptiveMixedPrecision | None = None,
     callbacks: Sequence[pl.Callback] | None = None,
@@ -202,7 +203,7 @@ def true_norms(x: Tensor, accumulate: int = 1) -> list[float]:
 @precisions
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("log_every", [1, 3, 50])
-def test_csv(tmp_path: Path, precision: Precision, accumulate: int, log_every: int) -> None:
+def test_csv(tmp_path: Path, precision: PrecisionName, accumulate: int, log_every: int) -> None:
     count = 7 * accumulate + accumulate // 2  # with accumulation, the last window is half as long
     x = batches(count, bad=[1 * accumulate, 5 * accumulate - 1])  # windows 1 and 4
     fit(x, precision=precision, log_to=tmp_path, accumulate_grad_batches=accumulate, log_every_n_steps=log_every)
@@ -264,7 +265,7 @@ def test_csv_counts_the_attempts_that_found_the_scale(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log_every", [1, 3])
 @precisions
-def test_csv_of_manual_optimization(tmp_path: Path, precision: Precision, log_every: int) -> None:
+def test_csv_of_manual_optimization(tmp_path: Path, precision: PrecisionName, log_every: int) -> None:
     """Each call of an optimizer's ``step`` counts, in the sum and for its optimizer."""
     x = batches(6)
     fit(x, TwoOptimizers(bad_first=[2]), skips=True, precision=precision, log_to=tmp_path, log_every_n_steps=log_every)
@@ -361,7 +362,7 @@ def test_resumed_counts_go_on(tmp_path: Path) -> None:
     [(Rows, None), (Rows, "norm"), (Rows, "value"), (ClipsItself, "norm"), (ClipsItself, "value")],
 )
 def test_grad_norm_is_that_before_clipping(
-    tmp_path: Path, precision: Precision, fused: bool, module: type[Rows], algorithm: str | None
+    tmp_path: Path, precision: PrecisionName, fused: bool, module: type[Rows], algorithm: str | None
 ) -> None:
     x = batches(4)
     clip: dict[str, Any] = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm} if algorithm else {}
@@ -372,7 +373,7 @@ def test_grad_norm_is_that_before_clipping(
 
 
 @precisions
-def test_clipped_tells_which_steps_were(tmp_path: Path, precision: Precision) -> None:
+def test_clipped_tells_which_steps_were(tmp_path: Path, precision: PrecisionName) -> None:
     x = batches(6)
     norms = true_norms(x)
     threshold = sorted(norms)[3] * 0.999
@@ -384,7 +385,7 @@ def test_clipped_tells_which_steps_were(tmp_path: Path, precision: Precision) ->
 
 @precisions
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_a_skipped_step_has_no_grad_norm(tmp_path: Path, precision: Precision, clip: float | None) -> None:
+def test_a_skipped_step_has_no_grad_norm(tmp_path: Path, precision: PrecisionName, clip: float | None) -> None:
     """Nor that of the step before it, which Lightning would log again."""
     x = batches(4, bad=[0, 2])
     fit(x, precision=precision, log_to=tmp_path, log_every_n_steps=1, gradient_clip_val=clip)
@@ -410,7 +411,7 @@ def test_grad_norm_that_float32_cannot_square(tmp_path: Path) -> None:
 @precisions
 @pytest.mark.parametrize("key", [*sorted(ALWAYS), "amp/grad_norm", "amp/clipped"])
 @pytest.mark.parametrize("log_every", [1, 50])
-def test_model_checkpoint_monitors(tmp_path: Path, precision: Precision, key: str, log_every: int) -> None:
+def test_model_checkpoint_monitors(tmp_path: Path, precision: PrecisionName, key: str, log_every: int) -> None:
     """Every key, with the value of the epoch's last step, also in an epoch shorter than the logging interval."""
     x = batches(4, bad=[1])
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, monitor=key, save_top_k=1)
@@ -440,7 +441,7 @@ def test_model_checkpoint_monitors(tmp_path: Path, precision: Precision, key: st
 @pytest.mark.parametrize("monitor_first", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @precisions
-def test_early_stopping_monitors(precision: Precision, accumulate: int, monitor_first: bool) -> None:
+def test_early_stopping_monitors(precision: PrecisionName, accumulate: int, monitor_first: bool) -> None:
     """The skip happens in the second epoch of four, which is then the last."""
 
     class BadSecondEpoch(Rows):
@@ -478,7 +479,7 @@ def test_early_stopping_finds_the_key(key: str, monitor_first: bool) -> None:
 
 @precisions
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_callback_metrics_know_of_a_skip_at_once(precision: Precision, accumulate: int) -> None:
+def test_callback_metrics_know_of_a_skip_at_once(precision: PrecisionName, accumulate: int) -> None:
     spy = Spy()
     x = batches(6 * accumulate, bad=[2 * accumulate, 4 * accumulate])
     callbacks = [AMPMonitor(), spy]
@@ -489,7 +490,7 @@ def test_callback_metrics_know_of_a_skip_at_once(precision: Precision, accumulat
 
 
 @precisions
-def test_callback_metrics_know_of_a_skip_of_the_first_of_two_optimizers(precision: Precision) -> None:
+def test_callback_metrics_know_of_a_skip_of_the_first_of_two_optimizers(precision: PrecisionName) -> None:
     spy = Spy()
     callbacks = [AMPMonitor(), spy]
     fit(
@@ -536,7 +537,7 @@ def test_early_stopping_after_validation_within_an_epoch(monitor_first: bool) ->
 @precisions
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_nothing_is_logged_or_asked_for_between_the_logged_steps(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, accumulate: int
+    monkeypatch: pytest.MonkeyPatch, precision: PrecisionName, accumulate: int
 ) -> None:
     plugin = AdaptiveMixedPrecision(precision, LossScale(init_scale=SCALE))
     asked_at: set[int] = set()
@@ -550,8 +551,8 @@ def test_nothing_is_logged_or_asked_for_between_the_logged_steps(
         module.logged_at.append((trainer.fit_loop.epoch_loop._batches_that_stepped, key.partition(".")[2]))
         again(trainer, key, *args)
 
-    again = _lightning.log_again
-    monkeypatch.setattr(_lightning, "log_again", log_again)
+    again = internals.log_again
+    monkeypatch.setattr(internals, "log_again", log_again)
     monkeypatch.setattr(plugin, "request_grad_norm", request_grad_norm)
     fit(
         batches(12 * accumulate),
@@ -605,7 +606,7 @@ def test_progress_bar_shows_precision_and_scale_in_short(prog_bar: bool) -> None
 
 
 @pytest.mark.parametrize(("precision", "text"), [("bf16-mixed", "bf16"), ("32-true", "fp32")])
-def test_progress_bar_shows_no_scale_where_there_is_none(precision: Precision, text: str) -> None:
+def test_progress_bar_shows_no_scale_where_there_is_none(precision: PrecisionName, text: str) -> None:
     bar = Bar()
     fit(batches(2), precision=precision, callbacks=[bar, AMPMonitor()], enable_progress_bar=True)
     assert [metrics["amp"] for metrics in bar.shown] == [text, text]
@@ -623,7 +624,7 @@ def test_progress_bar_is_given_back_after_an_error() -> None:
 
 
 @precisions
-def test_without_a_logger(precision: Precision) -> None:
+def test_without_a_logger(precision: PrecisionName) -> None:
     x = batches(4, bad=[1])
     trainer = fit(x, precision=precision, logger=False, log_every_n_steps=1)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
@@ -729,7 +730,7 @@ def test_underflow_is_what_float64_counts(
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_underflow_is_not_measured_without_loss_scaling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: PrecisionName
 ) -> None:
     passes = count_passes(monkeypatch)
     monitor = AMPMonitor(underflow=True, every_n_steps=1)
@@ -1262,7 +1263,7 @@ def test_the_report_of_a_resumed_run_lists_the_incidents_of_all_of_it(
 
 @precisions
 @pytest.mark.parametrize("limits", [{}, {"max_steps": 5, "max_epochs": -1}])
-def test_the_norm_at_the_end_of_an_epoch_is_that_of_its_last_step(precision: Precision, limits: Any) -> None:
+def test_the_norm_at_the_end_of_an_epoch_is_that_of_its_last_step(precision: PrecisionName, limits: Any) -> None:
     x = batches(7)
     trainer = fit(x, precision=precision, log_every_n_steps=50, **limits)
     last = true_norms(x)[limits.get("max_steps", 7) - 1]

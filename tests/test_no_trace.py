@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_amp_plus import LossScale, StepCounters
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 pytestmark = pytest.mark.filterwarnings("ignore:Optimizer step .* was skipped because:RuntimeWarning")
 
@@ -57,7 +57,7 @@ Batch = tuple[Tensor, str]
 class Case:
     """A run, but for where it is poisoned."""
 
-    precision: Precision = "16-mixed"
+    precision: PrecisionName = "16-mixed"
     mode: str = "automatic 1"
     """Automatic optimization with so many micro-batches in a window, or manual with so many iterations in it."""
     at: int = 0
@@ -321,10 +321,10 @@ def test_a_wrong_rollback_is_reported() -> None:
 @pytest.mark.parametrize(
     ("broken", "where"),
     [
-        ("transaction.set_rng_state", {"module", "optimizers", "callback_metrics", "rng"}),
-        ("contents.Contents.put_back", {"module", "callback_metrics"}),
-        ("_lightning.restore_logged", {"callback_metrics"}),
-        ("_lightning.hold_global_step", {"global_step"}),
+        ("rollback.transaction.set_rng_state", {"module", "optimizers", "callback_metrics", "rng"}),
+        ("rollback.contents.Contents.put_back", {"module", "callback_metrics"}),
+        ("trainer.internals.restore_logged", {"callback_metrics"}),
+        ("trainer.internals.hold_global_step", {"global_step"}),
     ],
 )
 def test_a_rollback_that_forgets_something_is_reported(
@@ -489,7 +489,7 @@ class Two(pl.LightningModule):
         return [SGD(net.parameters(), lr=0.1, momentum=0.9) for net in self.nets]
 
 
-def fit_two(data: list[tuple[Tensor, Tensor]], precision: Precision) -> tuple[Two, pl.Trainer]:
+def fit_two(data: list[tuple[Tensor, Tensor]], precision: PrecisionName) -> tuple[Two, pl.Trainer]:
     module, plugin = Two(), AdaptiveMixedPrecision(precision, LossScale(init_scale=SCALE, dynamic=False))
     trainer = make_trainer(plugin)
     trainer.fit(module, as_loader(data))
@@ -497,7 +497,7 @@ def fit_two(data: list[tuple[Tensor, Tensor]], precision: Precision) -> tuple[Tw
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_two_optimizers_that_both_skip(precision: Precision) -> None:
+def test_two_optimizers_that_both_skip(precision: PrecisionName) -> None:
     x = torch.randn((3, 2, 4, 4), generator=torch.Generator().manual_seed(1))
     good, bad = [(one, other) for one, other in x], (torch.full((4, 4), NAN),) * 2
     (expected, one), (actual, other) = fit_two(good, precision), fit_two([good[0], bad, *good[1:]], precision)
@@ -510,7 +510,7 @@ def test_two_optimizers_that_both_skip(precision: Precision) -> None:
 
 @pytest.mark.parametrize("spoilt", [0, 1])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_something_applied_and_something_skipped(precision: Precision, spoilt: int) -> None:
+def test_something_applied_and_something_skipped(precision: PrecisionName, spoilt: int) -> None:
     """What turned non-finite is as before; the rest of the iteration has happened."""
     x = torch.randn((2, 2, 4, 4), generator=torch.Generator().manual_seed(1))
     first, second = [(one, other) for one, other in x]

@@ -13,8 +13,8 @@ from torch.optim import ASGD, LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, Rprop
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_amp_plus import optimizers
-from lightning_amp_plus.gradients import collect, parameters_of
+from lightning_amp_plus.scaling import optimizers
+from lightning_amp_plus.scaling.gradients import collect, parameters_of
 
 
 class Required(SGD):

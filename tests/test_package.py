@@ -46,10 +46,7 @@ PUBLIC = [
 ]
 SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 BINDINGS = ("lightning_pytorch.py", "pytorch_lightning.py")  # all that imports Lightning when it runs
-ADAPTERS = (
-    *("_lightning.py", "evaluation.py", "finder.py", "hooks.py", "precision.py", "rehearsal.py", "state.py"),
-    *("window.py", "callbacks/", *BINDINGS),
-)
+ADAPTERS = ("trainer/", "monitoring/", "dynamic_range/", "advice/", *BINDINGS)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -110,7 +107,7 @@ def imported_by(*lines: str) -> set[str]:
 
 def test_only_the_bindings_load_lightning() -> None:
     unbound = [path[:-3].replace("/", ".") for path in SOURCES if not path.endswith((*BINDINGS, "__init__.py"))]
-    assert {"engine", "gradients", "precision", "callbacks.monitor"} <= set(unbound)
+    assert {"step.engine", "scaling.gradients", "trainer.plugin", "monitoring.monitor"} <= set(unbound)
     found = imported_by(
         "assert 'torch' not in sys.modules",
         *(f"import lightning_amp_plus.{name}" for name in unbound),
@@ -121,9 +118,9 @@ def test_only_the_bindings_load_lightning() -> None:
 
 
 def test_the_engine_and_all_it_imports_are_plain_torch() -> None:
-    of_metrics = ("transaction.py", "standalone.py")  # which put back the states of torchmetrics
+    of_metrics = ("rollback/transaction.py", "step/diagnose.py")  # which put back the states of torchmetrics
     plain = {path for path in SOURCES if not path.startswith((*ADAPTERS, "__", *of_metrics))}
-    assert {"checkpoint.py", "diagnosis.py", "engine.py", "kept.py", "locate.py", "recovery.py", "tries.py"} <= plain
+    assert {"diagnosis/locate.py", "step/engine.py", "scaling/gradients.py"} <= plain
     found = imported_by(*(f"import lightning_amp_plus.{path[:-3].replace('/', '.')}" for path in sorted(plain)))
     assert "torch" in found
     assert not found & {"lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
@@ -207,7 +204,7 @@ def import_everything() -> None:
     for path in SOURCES:
         if not Path(path).name.startswith("__main__"):
             importlib.import_module(f"lightning_amp_plus.{path[:-3].replace('/', '.')}".removesuffix(".__init__"))
-    assert "lightning_amp_plus.precision" in sys.modules
+    assert "lightning_amp_plus.trainer.plugin" in sys.modules
 
 
 def change_something_of_each_kind() -> None:
@@ -281,19 +278,23 @@ def private_uses(source: str) -> Iterator[str]:
 def test_only_the_adapters_import_lightning() -> None:
     importers = {path for path, source in SOURCES.items() if any(is_lightning(name) for name in imported(source))}
     assert {path for path in importers if not path.startswith(ADAPTERS)} == set()
-    assert {"_lightning.py", "precision.py", "window.py", *BINDINGS} <= importers  # the scan sees them
+    assert {"trainer/internals.py", "trainer/plugin.py", *BINDINGS} <= importers  # the scan sees them
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in SOURCES if path.startswith(ADAPTERS) and path != "_lightning.py"],
+    [
+        path
+        for path, source in SOURCES.items()
+        if path != "trainer/internals.py" and any(is_lightning(name) for name in imported(source))
+    ],
 )
 def test_an_adapter_touches_no_private_name_of_lightning(path: str) -> None:
     assert list(private_uses(SOURCES[path])) == []
 
 
 def test_only_one_file_touches_private_names_of_lightning() -> None:
-    assert {"_trainer", "_call_callback_hooks", "_after_closure"} <= set(private_uses(SOURCES["_lightning.py"]))
+    assert {"_trainer", "_call_callback_hooks", "_after_closure"} <= set(private_uses(SOURCES["trainer/internals.py"]))
 
 
 @pytest.mark.parametrize(

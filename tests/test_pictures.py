@@ -13,11 +13,11 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from lightning_amp_plus.monitoring.dynamic_range import DynamicRange
-from lightning_amp_plus.monitoring.exponents import bin_of
+from lightning_amp_plus.dynamic_range.stats import DynamicRange
 from lightning_amp_plus.monitoring.history import RunHistory
-from lightning_amp_plus.plotting import plot_dynamic_range, plot_loss_scale
-from lightning_amp_plus.report import StepReport
+from lightning_amp_plus.monitoring.plotting import plot_dynamic_range, plot_loss_scale
+from lightning_amp_plus.scaling.exponents import bin_of
+from lightning_amp_plus.step.report import StepReport
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,19 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lightning_amp_plus.drawing.canvas import RowLocator, shortened
-from lightning_amp_plus.drawing.dynamic_range import limits_of
-from lightning_amp_plus.drawing.loss_scale import EVENT_STYLES, PERIOD_STYLES
-from lightning_amp_plus.monitoring.dynamic_range import DynamicRange, Kind
+from lightning_amp_plus.dynamic_range.picture import limits_of
+from lightning_amp_plus.dynamic_range.stats import DynamicRange, Kind
+from lightning_amp_plus.monitoring.canvas import RowLocator, shortened
 from lightning_amp_plus.monitoring.events import EVENT_KINDS
-from lightning_amp_plus.monitoring.exponents import BINS, bin_of, counts_of
 from lightning_amp_plus.monitoring.history import RunHistory
-from lightning_amp_plus.plotting import plot_dynamic_range, plot_loss_scale
-from lightning_amp_plus.report import Outcome, Precision, StepReport
+from lightning_amp_plus.monitoring.picture import EVENT_STYLES, PERIOD_STYLES
+from lightning_amp_plus.monitoring.plotting import plot_dynamic_range, plot_loss_scale
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.scaling.exponents import BINS, bin_of, counts_of
+from lightning_amp_plus.step.report import Outcome, StepReport
 
 
-def step(history: RunHistory, scale: float, precision: Precision = "16-mixed", **what: Any) -> None:
+def step(history: RunHistory, scale: float, precision: PrecisionName = "16-mixed", **what: Any) -> None:
     """Add the next step: what it left, and what it was."""
     outcome: Outcome = what.pop("outcome", "applied")
     attempts = what.pop("attempts", 1)
@@ -185,8 +186,8 @@ def test_one_step_is_seen_and_none_is_said() -> None:
 def test_thousands_of_events_and_moves_do_not_write_over_each_other() -> None:
     history = RunHistory()
     for number in range(3000):
-        precision: Precision = "bf16-mixed" if number % 20 > 9 else "16-mixed"
-        moves_to: Precision | None = precision if number % 10 == 0 and number else None
+        precision: PrecisionName = "bf16-mixed" if number % 20 > 9 else "16-mixed"
+        moves_to: PrecisionName | None = precision if number % 10 == 0 and number else None
         step(history, 2.0 ** (number % 25), precision, attempts=1 + number % 3, moves_to=moves_to)
     figure, axes = plot_loss_scale(history)
     renderer = drawn(figure)
@@ -393,7 +394,7 @@ def test_importing_the_pictures_loads_no_matplotlib_and_drawing_them_no_pyplot()
     code = """
 import sys
 from lightning_amp_plus.monitoring.history import RunHistory
-from lightning_amp_plus.plotting import plot_loss_scale
+from lightning_amp_plus.monitoring.plotting import plot_loss_scale
 print("matplotlib" in sys.modules)
 plot_loss_scale(RunHistory())
 print("matplotlib" in sys.modules, "matplotlib.pyplot" in sys.modules)
@@ -407,7 +408,10 @@ def test_without_matplotlib_the_extra_is_named(draw: Any, monkeypatch: pytest.Mo
     for name in list(sys.modules):
         if name.split(".")[0] == "matplotlib":
             monkeypatch.setitem(sys.modules, name, None)
-        elif name in {f"lightning_amp_plus.drawing.{part}" for part in ("canvas", "dynamic_range", "loss_scale")}:
+        elif name in {
+            f"lightning_amp_plus.{part}"
+            for part in ("monitoring.canvas", "monitoring.picture", "dynamic_range.picture")
+        }:
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match=r'pip install "lightning_amp_plus\[plot\]"'):
         draw()

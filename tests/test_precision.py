@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from lightning_amp_plus import NonFiniteStepError, StepCounters
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 ExactT = TypeVar("ExactT", bound=Exact)
 NAN, INF = float("nan"), float("inf")
@@ -64,7 +64,7 @@ def compare(
 @all_clipping
 @with_accumulation
 def test_weights_are_those_of_float32(
-    precision: Precision, optimizer: Callable[..., Optimizer], clip: dict[str, Any], accumulate: int
+    precision: PrecisionName, optimizer: Callable[..., Optimizer], clip: dict[str, Any], accumulate: int
 ) -> None:
     plugin = make_plugin(precision)
     module = compare(lambda: Exact(optimizer), plugin, accumulate_grad_batches=accumulate, **clip)
@@ -78,7 +78,7 @@ def test_weights_are_those_of_float32(
 @pytest.mark.parametrize(("precision", "tolerance"), [("16-mixed", 2.0**-8), ("bf16-mixed", 2.0**-5), ("32-true", 0.0)])
 @all_optimizers
 def test_weights_are_those_of_float32_up_to_rounding(
-    precision: Precision, tolerance: float, optimizer: Callable[..., Optimizer]
+    precision: PrecisionName, tolerance: float, optimizer: Callable[..., Optimizer]
 ) -> None:
     class Regression(Exact):
         def __init__(self) -> None:
@@ -105,7 +105,7 @@ def test_weights_are_those_of_float32_up_to_rounding(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 @all_precisions
 @pytest.mark.parametrize("clip_val", [None, 1.0])
-def test_parameters_of_other_dtypes(dtype: torch.dtype, precision: Precision, clip_val: float | None) -> None:
+def test_parameters_of_other_dtypes(dtype: torch.dtype, precision: PrecisionName, clip_val: float | None) -> None:
     class Square(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ def test_a_forward_without_grad_does_not_poison_the_one_with_grad() -> None:
 
 
 @all_precisions
-def test_double_backward(precision: Precision) -> None:
+def test_double_backward(precision: PrecisionName) -> None:
     class Penalty(Exact):
         def loss(self, batch: Tensor) -> Tensor:
             batch = batch.clone().requires_grad_()
@@ -183,7 +183,7 @@ def test_double_backward(precision: Precision) -> None:
 @all_optimizers
 @with_accumulation
 def test_training_step_that_returns_none(
-    missing: set[int], precision: Precision, optimizer: Callable[..., Optimizer], accumulate: int
+    missing: set[int], precision: PrecisionName, optimizer: Callable[..., Optimizer], accumulate: int
 ) -> None:
     """On all micro-batches of the second window of four, on its first, on its last, in its middle."""
 
@@ -244,7 +244,7 @@ def test_a_parameter_that_joins_the_optimizer_in_mid_window() -> None:
 
 
 @all_precisions
-def test_without_an_optimizer_nothing_moves(precision: Precision) -> None:
+def test_without_an_optimizer_nothing_moves(precision: PrecisionName) -> None:
     class NoOptimizer(Exact):
         steps = 0
 
@@ -405,7 +405,7 @@ def test_gradients_left_by_an_unfinished_window_are_true(stop: type[Exception] |
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
 @all_precisions
-def test_on_before_backward_sees_the_true_loss(owner: str, precision: Precision) -> None:
+def test_on_before_backward_sees_the_true_loss(owner: str, precision: PrecisionName) -> None:
     losses: list[float] = []
 
     class Offset(Exact):
@@ -442,7 +442,7 @@ def test_a_hook_of_an_optimizer_sees_true_gradients() -> None:
 @all_precisions
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW fused"])
 @pytest.mark.parametrize("own", ["norm", "value", "torch norm", "torch value", "nothing"])
-def test_overridden_configure_gradient_clipping(precision: Precision, optimizer: str, own: str) -> None:
+def test_overridden_configure_gradient_clipping(precision: PrecisionName, optimizer: str, own: str) -> None:
     class Clipping(Exact):
         def configure_gradient_clipping(
             self,
@@ -463,7 +463,7 @@ def test_overridden_configure_gradient_clipping(precision: Precision, optimizer:
 
 @all_precisions
 @with_accumulation
-def test_overridden_optimizer_step_that_runs_the_closure_itself(precision: Precision, accumulate: int) -> None:
+def test_overridden_optimizer_step_that_runs_the_closure_itself(precision: PrecisionName, accumulate: int) -> None:
     class OwnStep(Exact):
         def __init__(self) -> None:
             super().__init__(OPTIMIZERS["AdamW fused"])
@@ -481,7 +481,7 @@ def test_overridden_optimizer_step_that_runs_the_closure_itself(precision: Preci
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
-def test_a_step_that_the_user_declines_leaves_no_trace(precision: Precision) -> None:
+def test_a_step_that_the_user_declines_leaves_no_trace(precision: PrecisionName) -> None:
     class Careful(Exact):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
             closure()
@@ -542,7 +542,7 @@ def test_an_overflow_is_skipped_and_lowers_the_scale(
 @all_optimizers
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_bad_batch_is_skipped_in_every_precision(
-    precision: Precision, optimizer: Callable[..., Optimizer], bad: float
+    precision: PrecisionName, optimizer: Callable[..., Optimizer], bad: float
 ) -> None:
     plugin = make_plugin(precision)
     module, reference = Exact(optimizer), Exact(optimizer)
@@ -577,7 +577,7 @@ def test_a_skipped_step_leaves_no_gradient() -> None:
 @all_clipping
 @pytest.mark.parametrize("bad", [2, 3])
 def test_an_infinite_loss_is_skipped_though_its_gradients_are_finite(
-    precision: Precision, clip: dict[str, Any], bad: int
+    precision: PrecisionName, clip: dict[str, Any], bad: int
 ) -> None:
     """On the first or the last micro-batch of the second window of two."""
 
@@ -598,7 +598,7 @@ def test_an_infinite_loss_is_skipped_though_its_gradients_are_finite(
     "hook",
     ["on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping", "callback", "optimizer_step"],
 )
-def test_nan_made_by_a_hook_never_reaches_the_weights(precision: Precision, clip: str, hook: str) -> None:
+def test_nan_made_by_a_hook_never_reaches_the_weights(precision: PrecisionName, clip: str, hook: str) -> None:
     def spoil(module: Exact) -> None:
         assert module.linear.weight.grad is not None
         if module.trainer.fit_loop.epoch_loop.batch_idx == 1:
@@ -651,7 +651,7 @@ def test_an_overflow_that_a_hook_tidies_away_still_lowers_the_scale(how: str) ->
 @pytest.mark.parametrize(
     ("precision", "scale", "lowered"), [("16-mixed", 4.0, 2), ("bf16-mixed", 4.0, 0), ("32-true", 4.0, 0)]
 )
-def test_max_skipped_raises_when_no_lower_scale_is_left(precision: Precision, scale: float, lowered: int) -> None:
+def test_max_skipped_raises_when_no_lower_scale_is_left(precision: PrecisionName, scale: float, lowered: int) -> None:
     class InfiniteSlope(Exact):
         def loss(self, batch: Tensor) -> Tensor:
             return self.linear.weight.pow(2).sum().sqrt()  # 0, with a NaN for its gradient
@@ -683,7 +683,7 @@ def test_an_overflow_at_the_lowest_scale_is_not_taken_for_the_search_of_one() ->
 
 
 @all_precisions
-def test_max_skipped_counts_in_a_row_only(precision: Precision) -> None:
+def test_max_skipped_counts_in_a_row_only(precision: PrecisionName) -> None:
     plugin = make_plugin(precision, max_skipped=3)
     with pytest.warns(RuntimeWarning, match="skipped"), pytest.raises(NonFiniteStepError, match="last one was step 7"):
         make_trainer(plugin).fit(Exact(), factors(NAN, NAN, 1, NAN, 1, NAN, NAN, NAN, 1))
@@ -740,7 +740,9 @@ class MovesFirst(TwoEvaluations):
     ],
     ids=["LBFGS", "strong Wolfe", "TwoEvaluations", "MovesFirst"],
 )
-def test_optimizers_that_evaluate_again(precision: Precision, clip: str, optimizer: Callable[..., Optimizer]) -> None:
+def test_optimizers_that_evaluate_again(
+    precision: PrecisionName, clip: str, optimizer: Callable[..., Optimizer]
+) -> None:
     """As stock in the same precision, bitwise."""
     stock, module = Bowl(optimizer), Bowl(optimizer)
     stock_plugin = pl.plugins.MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else None
@@ -803,7 +805,7 @@ def test_precision_and_plugin_together_are_refused_by_lightning() -> None:
 
 
 @all_precisions
-def test_what_the_trainer_says_about_the_plugin(precision: Precision) -> None:
+def test_what_the_trainer_says_about_the_plugin(precision: PrecisionName) -> None:
     plugin = make_plugin(precision)
     trainer = make_trainer(plugin)
     assert trainer.precision_plugin is plugin
@@ -819,7 +821,7 @@ def test_what_the_trainer_says_about_the_plugin(precision: Precision) -> None:
     ("precision", "dtype"),
     [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)],
 )
-def test_every_stage_computes_in_the_precision(precision: Precision, dtype: torch.dtype) -> None:
+def test_every_stage_computes_in_the_precision(precision: PrecisionName, dtype: torch.dtype) -> None:
     class Stages(Exact):
         def __init__(self) -> None:
             super().__init__()
@@ -850,7 +852,7 @@ def test_every_stage_computes_in_the_precision(precision: Precision, dtype: torc
     ["forward_context", "train_step_context", "val_step_context", "test_step_context", "predict_step_context"],
 )
 def test_contexts_restore_autocast_when_the_body_raises(
-    precision: Precision, outside: torch.dtype | None, name: str
+    precision: PrecisionName, outside: torch.dtype | None, name: str
 ) -> None:
     context = getattr(make_plugin(precision), name)
     wanted = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": outside or torch.float32}[precision]

@@ -17,8 +17,9 @@ from helpers import PRECISIONS, ROW, Exact, factors, make_plugin, make_trainer, 
 from namespace import AdaptiveMixedPrecision, AMPMonitor, PrecisionFallback, pl
 from torch import Tensor
 
-from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters, StepReport, hardware
-from lightning_amp_plus.ladder import FallbackRules
+from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters, StepReport
+from lightning_amp_plus.hardware import select as hardware
+from lightning_amp_plus.step.rules import FallbackRules
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),  # Python 3.12, any fork

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from lightning_amp_plus.diagnosis import OF_STATIC_SCALE, Diagnosis
-from lightning_amp_plus.finish import Verdict
-from lightning_amp_plus.ladder import FallbackRules
-from lightning_amp_plus.locate import Fault, Phase
-from lightning_amp_plus.proof import Attempt, Proof, go_on_after_error, prove
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.diagnosis.cause import OF_STATIC_SCALE, Diagnosis
+from lightning_amp_plus.diagnosis.locate import Fault, Phase
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.scaling.finish import Verdict
+from lightning_amp_plus.step.proof import Attempt, Proof, go_on_after_error, prove
+from lightning_amp_plus.step.rules import FallbackRules
 
-RUNGS: tuple[Precision, ...] = ("bf16-mixed", "32-true")
+RUNGS: tuple[PrecisionName, ...] = ("bf16-mixed", "32-true")
 BLAMED = Diagnosis("model", None, "It is the model.")
 MODEL, MODULE = FallbackRules(), FallbackRules(scope="module")
-Outcome = Callable[[Precision, tuple[str, ...]], Any]
+Outcome = Callable[[PrecisionName, tuple[str, ...]], Any]
 
 
 class MadeUpTries:
@@ -30,14 +30,14 @@ class MadeUpTries:
         kept: tuple[str, ...] = (),
     ) -> None:
         self.outcome, self.faults, self.kept = outcome, list(faults), kept
-        self.precision: Precision = "16-mixed"
+        self.precision: PrecisionName = "16-mixed"
         self.holds_at_floor = False
         self.calls: list[str] = []
 
     def keep(self, names: Sequence[str]) -> None:
         self.kept = tuple(names)
 
-    def attempt(self, precision: Precision, measure: str | None = None, *, is_final: bool = True) -> Attempt | None:
+    def attempt(self, precision: PrecisionName, measure: str | None = None, *, is_final: bool = True) -> Attempt | None:
         kept = "".join(f" +{name}" for name in self.kept)
         measured = f" measuring {measure}" if measure else ""
         self.calls.append(f"{precision}{kept}{measured}{'' if is_final else ' only to see'}")
@@ -56,7 +56,7 @@ class MadeUpTries:
         return BLAMED
 
 
-def finite_in(*precisions: Precision) -> Outcome:
+def finite_in(*precisions: PrecisionName) -> Outcome:
     return lambda precision, kept: precision in precisions
 
 

@@ -19,11 +19,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp_plus.batches import tensors_in
-from lightning_amp_plus.monitoring import exponents
-from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange, Kind
-from lightning_amp_plus.monitoring.exponents import BINS, LOWEST
-from lightning_amp_plus.monitoring.range_recorder import RangeRecorder
+from lightning_amp_plus.dynamic_range.recorder import RangeRecorder
+from lightning_amp_plus.dynamic_range.stats import KINDS, DynamicRange, Kind
+from lightning_amp_plus.rollback.batches import tensors_in
+from lightning_amp_plus.scaling import exponents
+from lightning_amp_plus.scaling.exponents import BINS, LOWEST
 
 INF, NAN = math.inf, math.nan
 ZERO, NOT_FINITE = -1000, 1000

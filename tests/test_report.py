@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from lightning_amp_plus import StepCounters, StepReport
-from lightning_amp_plus.report import Outcome
+from lightning_amp_plus.step.report import Outcome
 
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])

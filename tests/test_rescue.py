@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_amp_plus import LossScale, NonFiniteStepError
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 NAN = math.nan
 NEVER = 10**6
-TWO: tuple[Precision, ...] = ("16-mixed", "32-true")
+TWO: tuple[PrecisionName, ...] = ("16-mixed", "32-true")
 
 Inject = Callable[[Tensor], Tensor]
 """What a model does with a hidden tensor; in float16 it fails."""
@@ -101,7 +101,7 @@ def fit(
     module: pl.LightningModule,
     data: Any,
     callback: PrecisionFallback | None,
-    precision: Precision = "16-mixed",
+    precision: PrecisionName = "16-mixed",
     *,
     max_skipped: int = 10,
     retries: int = 5,

@@ -14,10 +14,10 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 
-from lightning_amp_plus.diagnosis import Diagnosis
-from lightning_amp_plus.drawing.report import MOST_INCIDENTS, figure_png, render_report
+from lightning_amp_plus.diagnosis.cause import Diagnosis
 from lightning_amp_plus.monitoring.incidents import evaluation_incident, incident_of
-from lightning_amp_plus.report import StepReport
+from lightning_amp_plus.monitoring.page import MOST_INCIDENTS, figure_png, render_report
+from lightning_amp_plus.step.report import StepReport
 
 VOID = {"meta", "link", "img", "br"}
 EVIL = "<script>alert(1)</script>\"'&"

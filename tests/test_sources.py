@@ -11,11 +11,11 @@ import torch
 from helpers import make_trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_amp_plus.monitoring.dynamic_range import KINDS, DynamicRange
-from lightning_amp_plus.monitoring.exponents import bin_of
+from lightning_amp_plus.dynamic_range.stats import KINDS, DynamicRange
 from lightning_amp_plus.monitoring.history import Event, Point, RunHistory
 from lightning_amp_plus.monitoring.sources import RANGE_FILE_NAME, dynamic_range_of, history_of
-from lightning_amp_plus.report import StepReport
+from lightning_amp_plus.scaling.exponents import bin_of
+from lightning_amp_plus.step.report import StepReport
 
 
 def a_history() -> RunHistory:

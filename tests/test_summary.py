@@ -8,7 +8,7 @@ import pytest
 
 from lightning_amp_plus.monitoring.history import RunHistory
 from lightning_amp_plus.monitoring.summary import as_text, summary_rows
-from lightning_amp_plus.report import StepCounters
+from lightning_amp_plus.step.report import StepCounters
 
 
 def test_a_run_without_incidents_has_the_rows_that_all_have() -> None:

@@ -36,7 +36,7 @@ from torchmetrics import (
 from torchmetrics.classification import BinaryAUROC, BinaryPrecision, BinaryRecall, MulticlassAccuracy
 from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper
 
-from lightning_amp_plus.transaction import StepTransaction, rng_state, set_rng_state
+from lightning_amp_plus.rollback.transaction import StepTransaction, rng_state, set_rng_state
 
 INF, NAN = math.inf, math.nan
 Change = Callable[[Any], object]

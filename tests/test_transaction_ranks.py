@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from lightning_amp_plus import AdaptiveMixedPrecision, LossScale
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 SCALE, WORKS_AT, AFTER_SEARCH = 2.0**10, 2.0**6, 2.0**7
 """What a fit starts with, what the curable faults are cured at, after 2^9 and 2^8, and what is found from there."""
@@ -68,7 +68,7 @@ class Case:
     kind: Kind
     fault: Fault
     rank: int = 0
-    precision: Precision = "16-mixed"
+    precision: PrecisionName = "16-mixed"
     value: str = "inf"
     manual: bool = False
     accumulate: int = 1
@@ -126,7 +126,7 @@ def cases(kind: Kind) -> list[Case]:
         if kind == "ddp":
             found += [case("ignored"), case("ignored", value="nan", manual=True)]
             found += [case("ignored overflow"), case("ignored overflow", manual=True)]
-        precision: Precision = "bf16-mixed" if rank == (accumulate > 1) else "32-true"
+        precision: PrecisionName = "bf16-mixed" if rank == (accumulate > 1) else "32-true"
         found += [case("loss", precision=precision), case("gradients", precision=precision, value="nan")]
         found += [case("shard", precision=precision), case("gradients", precision=precision, manual=True)]
     found += [Case(kind, "overflow", rank=1, at=0), Case(kind, "gradients", at=0, accumulate=4)]

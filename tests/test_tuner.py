@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_amp_plus import LossScale, NonFiniteStepError, StepCounters
-from lightning_amp_plus.report import Precision
+from lightning_amp_plus.precisions import PrecisionName
 
 tuner: Any = import_module(f"{NAMESPACE}.tuner")
 
@@ -347,7 +347,7 @@ def test_a_search_in_mid_run_goes_on_in_what_the_run_moved_to(tmp_path: Path) ->
 # What the search sees -------------------------------------------------------------------------------------------------
 
 
-def stock(precision: Precision, init_scale: float) -> pl.plugins.Precision | None:
+def stock(precision: PrecisionName, init_scale: float) -> pl.plugins.Precision | None:
     if precision == "32-true":
         return None
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=5) if precision == "16-mixed" else None
@@ -361,7 +361,7 @@ def stock(precision: Precision, init_scale: float) -> pl.plugins.Precision | Non
     [(2.0**8, None), (2.0**8, 1.5), (2.0**22, None)],
 )
 def test_it_sees_what_it_sees_with_stock(
-    tmp_path: Path, precision: Precision, init_scale: float, early_stop: float | None
+    tmp_path: Path, precision: PrecisionName, init_scale: float, early_stop: float | None
 ) -> None:
     results = [
         find_rate(trainer_of(plugin, tmp_path), Tunes(), max_lr=100, early_stop_threshold=early_stop)
@@ -400,7 +400,7 @@ def test_a_loss_that_diverges_ends_no_search(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_suggestion_of_a_search_that_diverged_is_applied(tmp_path: Path, precision: Precision) -> None:
+def test_the_suggestion_of_a_search_that_diverged_is_applied(tmp_path: Path, precision: PrecisionName) -> None:
     plugin, module = make(precision, max_skipped=2), Tunes("inf")
     finder = rate_finder(update_attr=True, num_training_steps=BATCHES)
     trainer = trainer_of(plugin, tmp_path, callbacks=[finder, PrecisionFallback(patience=1)])
@@ -455,7 +455,7 @@ def test_a_loss_that_is_never_finite(tmp_path: Path, precision: str, fault: Faul
     ],
 )
 def test_a_bad_batch_in_a_search_for_the_batch_size_moves_no_run(
-    tmp_path: Path, precision: Precision, init_scale: float
+    tmp_path: Path, precision: PrecisionName, init_scale: float
 ) -> None:
     """It goes through the same batches at each size. The first of them is bad."""
 

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, MaxMetric
 
 from lightning_amp_plus import LossScale
-from lightning_amp_plus.report import Precision
-from lightning_amp_plus.transaction import StepTransaction
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.rollback.transaction import StepTransaction
 
 SCALE = 2.0**14  # at which the gradient of 1 times ROW is finite in float16, and that of 4 times ROW is not
 
 
-def plugin_for(precision: Precision = "16-mixed", **kwargs: Any) -> AdaptiveMixedPrecision:
+def plugin_for(precision: PrecisionName = "16-mixed", **kwargs: Any) -> AdaptiveMixedPrecision:
     return AdaptiveMixedPrecision(precision, LossScale(init_scale=SCALE, growth_interval=10**6), **kwargs)
 
 
@@ -37,7 +37,7 @@ def fit(module: pl.LightningModule, *numbers: float, **kwargs: Any) -> AdaptiveM
 @pytest.mark.parametrize(
     ("precision", "kept"), [("16-mixed", [1, 2, 3, 0]), ("bf16-mixed", [0] * 4), ("32-true", [0] * 4)]
 )
-def test_batches_are_kept_only_where_they_may_be_run_again(precision: Precision, kept: list[int]) -> None:
+def test_batches_are_kept_only_where_they_may_be_run_again(precision: PrecisionName, kept: list[int]) -> None:
     found: list[int] = []
 
     class Looks(Exact):

@@ -1,1 +1,1 @@
-"""What became of a run, and the magnitudes in it: measured, kept small, handed on. Plain torch."""
+"""AMPMonitor: what became of the steps of a run, as metrics, incidents, a table, pictures."""

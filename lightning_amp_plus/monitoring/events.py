@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from lightning_amp_plus.report import StepReport
+from lightning_amp_plus.step.report import StepReport
 
 EventKind = Literal["retried", "rescued", "skipped", "fallback"]
 EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from typing import Any, NamedTuple
 
 from lightning_amp_plus.monitoring.events import EventKind, kinds_of
 from lightning_amp_plus.monitoring.incidents import read_incidents
-from lightning_amp_plus.report import Precision, StepReport
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.step.report import StepReport
 
-MANTISSA_BITS: dict[Precision, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
+MANTISSA_BITS: dict[PrecisionName, int] = {"16-mixed": 10, "bf16-mixed": 7, "32-true": 23}
 
 _MOST = 2000  # points, and events, before about every second one is let go
 _MOST_PLACES = 100
@@ -26,7 +26,7 @@ class Point(NamedTuple):
 
     step: int
     scale: float
-    precision: Precision
+    precision: PrecisionName
 
 
 class Event(NamedTuple):
@@ -59,12 +59,12 @@ class RunHistory:
     last_step: int = -1
     places: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
-    moves: list[tuple[int, Precision]] = field(default_factory=list)
+    moves: list[tuple[int, PrecisionName]] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     lowest_scale: float | None = None
     highest_scale: float | None = None
 
-    def add(self, report: StepReport, scale: float, precision: Precision) -> None:
+    def add(self, report: StepReport, scale: float, precision: PrecisionName) -> None:
         """Take up the next step, after which the run has this loss scale (1 for none) and computes in ``precision``."""
         self.last_step = report.step
         self._note_scale(report.step, scale, precision)
@@ -83,7 +83,7 @@ class RunHistory:
             ):
                 self.places[place] += 1
 
-    def _note_scale(self, step: int, scale: float, precision: Precision) -> None:
+    def _note_scale(self, step: int, scale: float, precision: PrecisionName) -> None:
         last = self.points[-1] if self.points else None
         if last is not None and last.scale == scale and last.precision == precision:
             return
@@ -194,7 +194,7 @@ class RunHistory:
             scale = float(row["amp/loss_scale"])
             while waiting and waiting[0]["step"] <= step:
                 incident = waiting.pop(0)
-                after: tuple[Precision, float] = tuple(incident["after"])
+                after: tuple[PrecisionName, float] = tuple(incident["after"])
                 self._note_scale(incident["step"], after[1], after[0])
             grown = []
             for kind, key in counted.items():
@@ -217,18 +217,6 @@ class RunHistory:
                 self.moves.append((step, precision))
             self.last_step = step
             self._note_scale(step, scale, precision)
-
-
-def scale_text(scale: float) -> str:
-    """Return a loss scale in few characters: as a power of two where it is one.
-
-    Example:
-        >>> scale_text(8192.0), scale_text(1000.0)
-        ('2^13', '1000')
-
-    """
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:.6g}"
 
 
 def _thinned(points: list[Point]) -> list[Point]:

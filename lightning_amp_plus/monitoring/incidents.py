@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_amp_plus.monitoring.events import kinds_of
-from lightning_amp_plus.report import Precision, StepReport
+from lightning_amp_plus.precisions import PrecisionName
+from lightning_amp_plus.step.report import StepReport
 
 FILE_NAME = "amp_incidents.jsonl"
 MAX_BYTES = 2**20
@@ -30,7 +31,7 @@ def time_now() -> str:
 
 
 def incident_of(
-    report: StepReport, epoch: int, batch_idx: int, global_step: int, after: tuple[Precision, float]
+    report: StepReport, epoch: int, batch_idx: int, global_step: int, after: tuple[PrecisionName, float]
 ) -> dict[str, Any]:
     """Return what a line tells of a step.
 

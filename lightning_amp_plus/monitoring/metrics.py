@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_amp_plus.monitoring.history import MANTISSA_BITS
 from lightning_amp_plus.monitoring.underflow import UnderflowShares
-from lightning_amp_plus.report import StepCounters, StepReport
+from lightning_amp_plus.step.report import StepCounters, StepReport
 
 
 def metrics_of_run(counters: StepCounters, report: StepReport, scale: float) -> dict[str, float]:

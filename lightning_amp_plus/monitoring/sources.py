@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_amp_plus.monitoring.dynamic_range import DynamicRange
+from lightning_amp_plus.dynamic_range.stats import DynamicRange
 from lightning_amp_plus.monitoring.history import RunHistory
 
 RANGE_FILE_NAME = "amp_dynamic_range.json"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_amp_plus.monitoring.history import RunHistory, scale_text
-from lightning_amp_plus.report import Precision, StepCounters
+from lightning_amp_plus.monitoring.history import RunHistory
+from lightning_amp_plus.precisions import PrecisionName, scale_text
+from lightning_amp_plus.step.report import StepCounters
 
 _MOST_NAMES = 5
 
 
 def summary_rows(
-    history: RunHistory, counters: StepCounters, precision: Precision, scale: float
+    history: RunHistory, counters: StepCounters, precision: PrecisionName, scale: float
 ) -> list[tuple[str, str]]:
     """Return names and values, both as text.
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_amp_plus.gradients import collect, parameters_of
-from lightning_amp_plus.monitoring.exponents import FLOAT16_NORMAL, bin_of, counts_of, joined_chunks_of
+from lightning_amp_plus.scaling.exponents import FLOAT16_NORMAL, bin_of, counts_of, joined_chunks_of
+from lightning_amp_plus.scaling.gradients import collect, parameters_of
 
 
 class UnderflowShares(NamedTuple):

@@ -1,1 +1,0 @@
-"""Pictures, and the page that holds them. Needs matplotlib, which only a picture loads."""

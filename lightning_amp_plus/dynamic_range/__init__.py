@@ -1,0 +1,1 @@
+"""DynamicRangeMonitor: which magnitudes pass through each module of a model."""

@@ -1,0 +1,1 @@
+"""What this machine runs natively, and how fast. Plain torch."""

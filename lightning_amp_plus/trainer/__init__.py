@@ -1,0 +1,1 @@
+"""The adapters to Lightning: the plugin, the seam, the fallback callback."""
